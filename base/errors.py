@@ -27,6 +27,14 @@ class OutputExistsError(UsageError):
     """The output is there already and `--force` was not given."""
 
 
+class OutputError(PalimpsaError):
+    """An output cannot be written: the disk is full, or the place is not writable."""
+
+
+class DataError(PalimpsaError):
+    """Text cannot be read or tokenised."""
+
+
 class VerificationError(PalimpsaError):
     """A converted model does not equal its source: nothing is written."""
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import secrets
 import shutil
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from .errors import OutputExistsError, SchemaError
+from .errors import OutputError, OutputExistsError, PalimpsaError, SchemaError
+
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
 def dump_json(value: Any) -> str:
@@ -26,46 +29,87 @@ def dump_json(value: Any) -> str:
 
 def load_json(path: str | Path) -> Any:
     """Reads strict JSON; `SchemaError` names the file and the line of what is wrong."""
-    path = Path(path)
 
     def refuse_constant(name: str) -> None:
-        raise SchemaError(f"{path.name}: holds {name}, which is not JSON; write a finite number or null")
+        raise SchemaError(f"{path}: holds {name}, which is not JSON; write a finite number or null")
+
+    def refuse_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        if len(set(keys)) < len(keys):
+            twin = next(key for key in keys if keys.count(key) > 1)
+            raise SchemaError(f"{path}:{twin}: is given twice; keep one of them")
+        return dict(pairs)
 
     try:
-        return json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_constant)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        where = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise SchemaError(f"{path.name}{where}: is not JSON ({error}); write the file again") from error
+        return json.loads(_read_text(path), parse_constant=refuse_constant, object_pairs_hook=refuse_twins)
+    except json.JSONDecodeError as error:
+        raise SchemaError(f"{path}:{error.lineno}: is not JSON ({error.msg}); write the file again") from error
 
 
 def load_yaml(path: str | Path) -> Any:
     """Reads YAML with the safe loader; `SchemaError` names the file and the line of what is wrong."""
-    path = Path(path)
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        return yaml.load(_read_text(path), Loader=_UniqueKeyLoader)
+    except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f":{mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)
-        raise SchemaError(f"{path.name}{where}: is not YAML ({problem}); correct that line") from error
+        raise SchemaError(f"{path}{where}: is not YAML ({problem}); correct that line") from error
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """The safe loader, but a key given twice is an error instead of the last one winning in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Any] = set()
+        for key, _ in node.value:
+            if key.value in seen and isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
+            if isinstance(key, yaml.ScalarNode):
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _read_text(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SchemaError(
+            f"{path}: is not UTF-8 text ({error.reason} at byte {error.start}); write it again"
+        ) from error
+    except OSError as error:
+        raise SchemaError(f"{path}: cannot be read ({error.strerror}); check the name and the permissions") from error
+
+
+def write_bytes(path: str | Path, content: bytes) -> None:
+    """Writes through a temporary sibling and a rename, so that a reader sees the old file or the whole new one.
+
+    What is not a regular file (`/dev/stdout`) is written to directly.
+
+    Raises:
+        OutputError: the disk is full, the folder is not writable, or the path is a folder.
+    """
+    path = Path(path).resolve()
+    with _disk_errors(path, every=True):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            path.write_bytes(content)
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = _temporary_sibling(path)
+        try:
+            with open(temporary, "xb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Writes through a temporary sibling and a rename, so that a reader sees the old file or the whole new one."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.tmp-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
+    """`write_bytes` of UTF-8 text."""
+    write_bytes(path, text.encode("utf-8"))
 
 
 def write_json(path: str | Path, value: Any) -> None:
@@ -86,26 +130,74 @@ def refuse_existing(path: str | Path, *, force: bool) -> None:
 def output_folder(path: str | Path, *, force: bool = False) -> Iterator[Path]:
     """Yields a temporary sibling of `path` that takes its place only when the block ends without an error.
 
-    A killed process leaves at most a sibling named `.NAME.tmp-*`, never a half-valid `path`. With `force` the old
-    content is replaced as a whole, after the new one is complete.
+    Every file is flushed to the disk before the folder gets its name, so a full disk is noticed in time. A killed
+    process leaves at most siblings named `.NAME.tmp-*`, never a half-valid `path`. With `force` the old content is
+    replaced as a whole after the new one is complete, and put back if the new one cannot take its place.
 
     Raises:
         OutputExistsError: `path` exists, is not empty, and `force` is false.
+        OutputError: the disk is full or the folder cannot be moved into place.
     """
-    path = Path(path)
     refuse_existing(path, force=force)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.tmp-"))
-    os.chmod(temporary, 0o755)
+    path = Path(path).resolve()
+    with _disk_errors(path, every=True):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = _temporary_sibling(path)
+        temporary.mkdir()
     try:
-        yield temporary
-        replaced = None
-        if path.exists():
-            replaced = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.tmp-old-"))
-            os.replace(path, replaced / "old")
-        os.replace(temporary, path)
-        if replaced is not None:
-            shutil.rmtree(replaced, ignore_errors=True)
+        with _disk_errors(path, every=False):
+            yield temporary
+        with _disk_errors(path, every=True):
+            _flush(temporary)
+            _take_place(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _take_place(temporary: Path, path: Path) -> None:
+    """Renames `temporary` to `path`; what was there is removed afterwards, or put back on failure."""
+    old = _temporary_sibling(path) if path.exists() else None
+    if old is not None:
+        os.replace(path, old)
+    try:
+        os.replace(temporary, path)
+    except BaseException:
+        if old is not None:
+            os.replace(old, path)
+        raise
+    if old is not None and old.is_dir():
+        shutil.rmtree(old, ignore_errors=True)
+    elif old is not None:
+        old.unlink()
+
+
+def _temporary_sibling(path: Path) -> Path:
+    return path.parent / f".{path.name}.tmp-{secrets.token_hex(4)}"
+
+
+def _flush(folder: Path) -> None:
+    """fsync of every file below `folder`: an error of a delayed write shows here, not after the rename."""
+    for file in folder.rglob("*"):
+        if file.is_file() and not file.is_symlink():
+            handle = os.open(file, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+
+
+@contextlib.contextmanager
+def _disk_errors(path: Path, *, every: bool) -> Iterator[None]:
+    """Turns an `OSError` about the disk (or `every` one) into an `OutputError` that says nothing was left behind."""
+    try:
+        yield
+    except PalimpsaError:
+        raise
+    except OSError as error:
+        if not every and error.errno not in _DISK_ERRORS:
+            raise
+        reason = error.strerror or str(error)
+        raise OutputError(
+            f"{path}: cannot be written ({reason}); what was there is untouched, make room or choose another output"
+        ) from error
