@@ -89,11 +89,12 @@ def write_bytes(path: str | Path, content: bytes) -> None:
     Raises:
         OutputError: the disk is full, the folder is not writable, or the path is a folder.
     """
-    path = Path(path).resolve()
+    path = Path(path)
     with _disk_errors(path, every=True):
         if path.exists() and not path.is_file() and not path.is_dir():
             path.write_bytes(content)
             return
+        path = path.resolve()
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = _temporary_sibling(path)
         try:

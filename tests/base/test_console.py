@@ -1,0 +1,92 @@
+import io
+import logging
+
+import pytest
+from palimpsa_surgery.base import console
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "quiet", "drawn"), [(Terminal, False, True), (Terminal, True, False), (io.StringIO, False, False)]
+)
+def test_progress_is_drawn_on_a_terminal_only(monkeypatch, stream, quiet, drawn):
+    err = stream()
+    monkeypatch.setattr(console.sys, "stderr", err)
+    monkeypatch.setattr(console, "_REDRAW_SECONDS", 0.0)
+    monkeypatch.setitem(console._settings, "quiet", quiet)
+    assert list(console.progress(["a", "b"], "reading")) == ["a", "b"]
+    with console.progress(4, "training") as bar:
+        bar.advance(2, "loss 3.1")
+    assert bool(err.getvalue()) is drawn
+    if drawn:
+        assert "reading  1/2 50%" in err.getvalue()
+        assert "loss 3.1" in err.getvalue()
+        assert err.getvalue().endswith("\r"), "the line is wiped at the end"
+
+
+def test_progress_of_unknown_length_and_over_a_count(monkeypatch):
+    err = Terminal()
+    monkeypatch.setattr(console.sys, "stderr", err)
+    monkeypatch.setattr(console, "_REDRAW_SECONDS", 0.0)
+    monkeypatch.setitem(console._settings, "quiet", False)
+    assert list(console.progress(iter("xyz"), "lines")) == ["x", "y", "z"]
+    assert "%" not in err.getvalue()
+    assert list(console.progress(3, "steps")) == [0, 1, 2]
+
+
+def test_progress_wipes_its_line_after_an_error(monkeypatch):
+    err = Terminal()
+    monkeypatch.setattr(console.sys, "stderr", err)
+    monkeypatch.setattr(console, "_REDRAW_SECONDS", 0.0)
+    monkeypatch.setitem(console._settings, "quiet", False)
+    with pytest.raises(RuntimeError), console.progress(4, "training") as bar:
+        bar.advance()
+        raise RuntimeError
+    assert err.getvalue().endswith("\r")
+
+
+@pytest.mark.parametrize(("verbosity", "shown"), [(-1, "error"), (0, "info error"), (1, "debug info error")])
+def test_log_levels(monkeypatch, verbosity, shown):
+    err = io.StringIO()
+    monkeypatch.setattr(console.sys, "stderr", err)
+    console.setup_logging(verbosity)
+    console.setup_logging(verbosity)  # a second call must not double the messages
+    logger = logging.getLogger("palimpsa_surgery.base.files")
+    for level in ("debug", "info", "error"):
+        getattr(logger, level)(level)
+    assert [line.split()[-1] for line in err.getvalue().splitlines()] == shown.split()
+
+
+def test_table_aligns_numbers_right_and_text_left():
+    text = console.table([[10, 0.123456, "a"], [9, None, "bcd"]], ["layer", "rate", "rule"])
+    assert text.splitlines() == [
+        "layer    rate  rule",
+        "-----  ------  ----",
+        "   10  0.1235  a",
+        "    9       -  bcd",
+    ]
+    assert console.table([], ["a", "b"]).splitlines()[0] == "a  b"
+
+
+@pytest.mark.parametrize(
+    ("call", "value", "text"),
+    [
+        (console.human_bytes, 512, "512 B"),
+        (console.human_bytes, 1536, "1.5 KiB"),
+        (console.human_bytes, 5.4 * 2**30, "5.4 GiB"),
+        (console.human_bytes, 3 * 2**40, "3.0 TiB"),
+        (console.human_count, 999, "999"),
+        (console.human_count, 1_470_000, "1.47 M"),
+        (console.human_count, 2.7e9, "2.7 G"),
+        (console.human_seconds, 0.25, "0.2 s"),
+        (console.human_seconds, 75, "1 min 15 s"),
+        (console.human_seconds, 59.6, "1 min 0 s"),
+        (console.human_seconds, 7322, "2 h 2 min"),
+    ],
+)
+def test_units(call, value, text):
+    assert call(value) == text

@@ -1,0 +1,199 @@
+import errno
+import math
+import os
+import stat
+
+import pytest
+from palimpsa_surgery.base import files
+from palimpsa_surgery.base.errors import OutputError, OutputExistsError, SchemaError
+
+
+def siblings(path):
+    return sorted(entry.name for entry in path.iterdir())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, {"a": [1.0, -math.inf]}])
+def test_json_that_is_not_finite_is_refused_and_the_old_file_stays(tmp_path, value):
+    path = tmp_path / "profile.json"
+    files.write_json(path, {"old": 1})
+    with pytest.raises(SchemaError, match="not finite"):
+        files.write_json(path, value)
+    assert files.load_json(path) == {"old": 1}
+    assert siblings(tmp_path) == ["profile.json"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"a": NaN}', r"p\.json: holds NaN, which is not JSON"),
+        (b'{"a": 1,\n "b": }', r"p\.json:2: is not JSON"),
+        (b'{"a": 1, "a": 2}', r"p\.json:a: is given twice"),
+        (b'{"a": "\xff"}', r"p\.json: is not UTF-8 text"),
+        (b"", r"p\.json:1: is not JSON"),
+    ],
+)
+def test_faulty_json_names_file_and_line(tmp_path, content, message):
+    path = tmp_path / "p.json"
+    path.write_bytes(content)
+    with pytest.raises(SchemaError, match=message):
+        files.load_json(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a: [1, 2\nb: 3", r"p\.yaml:2: is not YAML"),
+        ("a: 1\nb: 2\na: 3", r"p\.yaml:3: is not YAML \(a is given twice\)"),
+        ("x: !!python/object/apply:os.getcwd []", r"p\.yaml:1: is not YAML"),
+    ],
+)
+def test_faulty_yaml_names_file_and_line(tmp_path, content, message):
+    path = tmp_path / "p.yaml"
+    path.write_text(content)
+    with pytest.raises(SchemaError, match=message):
+        files.load_yaml(path)
+
+
+@pytest.mark.parametrize("load", [files.load_json, files.load_yaml])
+@pytest.mark.parametrize("kind", ["absent", "folder"])
+def test_what_cannot_be_read_is_one_line(tmp_path, load, kind):
+    path = tmp_path if kind == "folder" else tmp_path / "absent.yaml"
+    with pytest.raises(SchemaError, match="cannot be read") as caught:
+        load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_written_files_follow_the_umask(tmp_path):
+    old = os.umask(0o027)
+    try:
+        files.write_text(tmp_path / "new" / "a.txt", "x")
+        with files.output_folder(tmp_path / "out"):
+            pass
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE((tmp_path / "new" / "a.txt").stat().st_mode) == 0o640
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o750
+
+
+def test_a_link_is_followed_not_replaced(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link.json").symlink_to(tmp_path / "real" / "a.json")
+    files.write_json(tmp_path / "link.json", 1)
+    assert (tmp_path / "link.json").is_symlink()
+    assert files.load_json(tmp_path / "real" / "a.json") == 1
+
+
+def test_a_pipe_is_written_to_directly(tmp_path):
+    reader, writer = os.pipe()
+    files.write_text(f"/dev/fd/{writer}", "through")
+    os.close(writer)
+    assert os.read(reader, 100) == b"through"
+    os.close(reader)
+
+
+def test_a_full_disk_while_writing_a_file(tmp_path, monkeypatch):
+    path = tmp_path / "plan.yaml"
+    files.write_text(path, "old")
+
+    def full(handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OutputError, match=r"No space left on device.*untouched") as caught:
+        files.write_text(path, "new")
+    assert "\n" not in str(caught.value)
+    assert path.read_text() == "old"
+    assert siblings(tmp_path) == ["plan.yaml"]
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_an_existing_output_is_refused_without_force(tmp_path, kind):
+    path = tmp_path / "out"
+    if kind == "file":
+        path.write_text("mine")
+    else:
+        path.mkdir()
+        (path / "README.md").write_text("mine")
+    with pytest.raises(OutputExistsError, match="--force"), files.output_folder(path):
+        pytest.fail("the block must not run")
+    assert siblings(tmp_path) == ["out"]
+    with files.output_folder(path, force=True) as folder:
+        (folder / "new.txt").write_text("new")
+        assert path.exists(), "the old output stays until the new one is complete"
+    assert siblings(path) == ["new.txt"]
+    assert siblings(tmp_path) == ["out"]
+
+
+def test_an_empty_folder_is_no_obstacle(tmp_path):
+    (tmp_path / "out").mkdir()
+    with files.output_folder(tmp_path / "out") as folder:
+        (folder / "a").write_text("a")
+    assert siblings(tmp_path / "out") == ["a"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
+def test_an_error_inside_leaves_the_old_folder_and_nothing_else(tmp_path, error):
+    path = tmp_path / "out"
+    path.mkdir()
+    (path / "old").write_text("old")
+    with pytest.raises(type(error)), files.output_folder(path, force=True) as folder:
+        (folder / "half").write_text("half")
+        raise error
+    assert siblings(tmp_path) == ["out"]
+    assert siblings(path) == ["old"]
+
+
+def test_a_full_disk_inside_the_block_is_one_clear_line(tmp_path):
+    with pytest.raises(OutputError, match="No space left"), files.output_folder(tmp_path / "out"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert siblings(tmp_path) == []
+
+
+def test_another_os_error_inside_the_block_is_not_blamed_on_the_output(tmp_path):
+    with pytest.raises(FileNotFoundError), files.output_folder(tmp_path / "out"):
+        raise FileNotFoundError(errno.ENOENT, "no such input")
+    assert siblings(tmp_path) == []
+
+
+@pytest.mark.parametrize("failing", ["fsync", "replace"])
+def test_the_old_folder_comes_back_when_the_new_one_cannot_take_its_place(tmp_path, monkeypatch, failing):
+    path = tmp_path / "out"
+    path.mkdir()
+    (path / "old").write_text("old")
+    real, calls = os.replace, []
+
+    def replace(source, target):
+        calls.append((source, target))
+        if failing == "replace" and len(calls) == 2:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        real(source, target)
+
+    def fsync(handle):
+        if failing == "fsync":
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(files.os, "replace", replace)
+    monkeypatch.setattr(files.os, "fsync", fsync)
+    with pytest.raises(OutputError, match=r"busy|quota"), files.output_folder(path, force=True) as folder:
+        (folder / "new").write_text("new")
+    assert siblings(path) == ["old"]
+    assert siblings(tmp_path) == ["out"]
+
+
+def test_a_killed_process_leaves_no_half_valid_folder(tmp_path):
+    child = os.fork()
+    if child == 0:
+        with files.output_folder(tmp_path / "out") as folder:
+            (folder / "config.json").write_text("{}")
+            os.kill(os.getpid(), 9)
+    os.waitpid(child, 0)
+    assert not (tmp_path / "out").exists()
+    assert all(name.startswith(".out.tmp-") for name in siblings(tmp_path))
+
+
+def test_a_parent_that_is_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="cannot be written"):
+        files.write_text(tmp_path / "file" / "plan.yaml", "x")
+    with pytest.raises(OutputError, match="cannot be written"), files.output_folder(tmp_path / "file" / "out"):
+        pytest.fail("the block must not run")
