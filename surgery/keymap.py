@@ -1,0 +1,124 @@
+"""Tensor names: one table per source layout, from the names found in files to the names of `modeling/`.
+
+A new layout is one more table in `TABLES` (and, where its config differs, one function in `layouts.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+METAPLASTIC_NAMES = ("beta_down.weight", "beta_up.weight", "beta_scale", "log_prior")
+HEAD, EMBEDDING = "lm_head.weight", "backbone.embeddings.weight"
+
+# Wrappers that leave their name in a state dict: DataParallel, torch.compile, FSDP, activation checkpointing.
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of a table.
+
+    Attributes:
+        source: pattern of the whole source name, after wrappers are stripped.
+        target: the canonical name, with the pattern's groups as `\\1`.
+        transform: turns the source tensor into the canonical one, or None when it is copied. It must also work on
+            meta tensors, from which the canonical shape is read before any weight is.
+    """
+
+    source: str
+    target: str
+    transform: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
+# `embedding` is mamba_ssm's name and `embeddings` that of transformers, yet files of both kinds carry either. A model
+# saved without its head lacks the `backbone.` prefix; Codestral's consolidated file and trainers add `model.`.
+_MAMBA2 = (
+    Rule(r"(?:model\.)?(?:backbone\.)?embeddings?\.weight", EMBEDDING),
+    Rule(
+        r"(?:model\.)?(?:backbone\.)?layers\.(\d+)\.(norm\.weight|mixer\.(?:(?:in_proj|out_proj|conv1d)\.(?:weight|bias)"
+        r"|norm\.weight|A_log|D|dt_bias))",
+        r"backbone.layers.\1.\2",
+    ),
+    Rule(r"(?:model\.)?(?:backbone\.)?norm_f\.weight", "backbone.norm_f.weight"),
+    Rule(r"(?:model\.)?lm_head\.weight", HEAD),
+)
+_METAPLASTIC = (
+    Rule(
+        r"(?:model\.)?(?:backbone\.)?layers\.(\d+)\.mixer\.metaplasticity\.(beta_down\.weight|beta_up\.weight|beta_scale|log_prior)",
+        r"backbone.layers.\1.mixer.metaplasticity.\2",
+    ),
+)
+TABLES: dict[str, tuple[Rule, ...]] = {
+    "mamba_ssm": _MAMBA2,
+    "codestral": _MAMBA2,
+    "hf_mamba2": _MAMBA2,
+    "palimpsa_mamba2": _MAMBA2 + _METAPLASTIC,
+}
+
+
+def strip_wrappers(name: str) -> str:
+    """The name without what training wrappers add to it: `module.`, `_orig_mod.` and their like, at any depth."""
+    return _WRAPPERS.sub("", name)
+
+
+def translate(name: str, layout: str) -> tuple[str, Rule] | None:
+    """The canonical name of a source tensor and the rule that gave it; None when no rule of the layout fits."""
+    stripped = strip_wrappers(name)
+    for rule in TABLES[layout]:
+        match = re.fullmatch(rule.source, stripped)
+        if match:
+            return match.expand(rule.target), rule
+    return None
+
+
+def canonical_shape(rule: Rule, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape a source tensor of `shape` has after the rule's transform."""
+    if rule.transform is None:
+        return shape
+    return tuple(rule.transform(torch.empty(shape, device="meta")).shape)
+
+
+def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of the model that `config` describes, in the order of the model.
+
+    Args:
+        config: `PalimpsaMamba2Config` arguments. `palimpsa_layers`, `beta_rank` and `beta_groups` say what swapped
+            layers add; with `tie_word_embeddings` there is no `lm_head.weight`.
+    """
+    shapes = {EMBEDDING: (config["vocab_size"], config["hidden_size"])}
+    swapped = set(config.get("palimpsa_layers") or ())
+    for layer in range(config["num_hidden_layers"]):
+        for name, shape in _layer_shapes(config, layer in swapped):
+            shapes[f"backbone.layers.{layer}.{name}"] = shape
+    shapes["backbone.norm_f.weight"] = (config["hidden_size"],)
+    if not config["tie_word_embeddings"]:
+        shapes[HEAD] = (config["vocab_size"], config["hidden_size"])
+    return shapes
+
+
+def _layer_shapes(config: dict[str, Any], swapped: bool) -> Iterable[tuple[str, tuple[int, ...]]]:
+    width, heads = config["hidden_size"], config["num_heads"]
+    inner = heads * config["head_dim"]
+    convolved = inner + 2 * config["n_groups"] * config["state_size"]
+    yield "norm.weight", (width,)
+    yield "mixer.in_proj.weight", (inner + convolved + heads, width)
+    if config["use_bias"]:
+        yield "mixer.in_proj.bias", (inner + convolved + heads,)
+    yield "mixer.conv1d.weight", (convolved, 1, config["conv_kernel"])
+    if config["use_conv_bias"]:
+        yield "mixer.conv1d.bias", (convolved,)
+    for name in ("dt_bias", "A_log", "D"):
+        yield f"mixer.{name}", (heads,)
+    yield "mixer.norm.weight", (inner,)
+    yield "mixer.out_proj.weight", (width, inner)
+    if config["use_bias"]:
+        yield "mixer.out_proj.bias", (width,)
+    if swapped:
+        rank, groups = config["beta_rank"], config["beta_groups"]
+        shapes = ((rank, width), (heads * groups, rank), (heads,), (heads,))
+        yield from zip((f"mixer.metaplasticity.{name}" for name in METAPLASTIC_NAMES), shapes, strict=True)

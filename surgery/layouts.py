@@ -1,0 +1,326 @@
+"""What kind of checkpoint a folder holds, told by content, and its config in the terms of `PalimpsaMamba2Config`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..base.errors import CheckpointError
+from .keymap import strip_wrappers
+from .lazy import TensorInfo
+from .sources import read_foreign_json
+
+_INF = float("inf")
+# Defaults of mamba_ssm 2.3.2's Mamba2 module, for the keys a `ssm_cfg` leaves out.
+_SSM_DEFAULTS: dict[str, Any] = {
+    "d_state": 128,
+    "d_conv": 4,
+    "expand": 2,
+    "headdim": 64,
+    "d_ssm": None,
+    "ngroups": 1,
+    "D_has_hdim": False,
+    "rmsnorm": True,
+    "norm_before_gate": False,
+    "dt_min": 0.001,
+    "dt_max": 0.1,
+    "dt_init_floor": 1e-4,
+    "dt_limit": (0.0, _INF),
+    "bias": False,
+    "conv_bias": True,
+    "chunk_size": 256,
+}
+# Keys of `ssm_cfg` that concern initialisation or speed, never the function a trained model computes.
+_SSM_IGNORED = {"layer", "A_init_range", "conv_init", "use_mem_eff_path", "process_group", "sequence_parallel"}
+# Defaults of transformers' Mamba2Config.
+_HF_DEFAULTS: dict[str, Any] = {
+    "num_heads": 128,
+    "head_dim": 64,
+    "vocab_size": 32768,
+    "hidden_size": 4096,
+    "state_size": 128,
+    "num_hidden_layers": 64,
+    "layer_norm_epsilon": 1e-5,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "expand": 2,
+    "conv_kernel": 4,
+    "n_groups": 8,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "hidden_act": "silu",
+    "initializer_range": 0.1,
+    "residual_in_fp32": True,
+    "time_step_min": 0.001,
+    "time_step_max": 0.1,
+    "time_step_floor": 1e-4,
+    "time_step_limit": (0.0, _INF),
+    "chunk_size": 256,
+}
+_PALIMPSA_KEYS = ("palimpsa_layers", "beta_rank", "beta_groups", "beta_scale_form", "train_prior")
+# Sizes that index shapes: anything but a positive whole number is a fault of the file.
+_SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_heads",
+    "head_dim",
+    "state_size",
+    "n_groups",
+    "conv_kernel",
+    "expand",
+    "vocab_size",
+    "chunk_size",
+)
+
+
+class Layout(NamedTuple):
+    """A recognised layout.
+
+    Attributes:
+        name: its table in `keymap.TABLES`.
+        config: `PalimpsaMamba2Config` arguments. `vocab_size` is the file's word, the embedding's rows decide later.
+        says_tied: what the config says of head and embedding, None when it says nothing.
+        config_file: the file the config was read from.
+        notes: what a user should know of how the config was read.
+    """
+
+    name: str
+    config: dict[str, Any]
+    says_tied: bool | None
+    config_file: Path
+    notes: tuple[str, ...] = ()
+
+
+def detect(folder: Path, tensors: Mapping[str, TensorInfo]) -> Layout:
+    """Tells a folder's layout from the keys of its config and the shapes of its tensors, never from a name.
+
+    Raises:
+        CheckpointError: there is no config, or it is one of the kinds refused by name: Mamba1, attention or MLP
+            blocks, other architectures, quantised weights, a geometry that contradicts itself.
+    """
+    _refuse_mamba1(tensors)
+    for file, readers in (("config.json", _CONFIG_READERS), ("params.json", _PARAMS_READERS)):
+        path = folder / file
+        if not path.is_file():
+            continue
+        content = read_foreign_json(path)
+        for keys, reader in readers:
+            if keys <= set(content):
+                layout = reader(path, content)
+                _check_geometry(path.name, layout.config)
+                return layout
+        raise CheckpointError(_unknown(path.name, content))
+    raise CheckpointError(
+        f"{folder}: has weights but neither config.json nor params.json; copy the config that belongs to the weights"
+    )
+
+
+def _refuse_mamba1(tensors: Mapping[str, TensorInfo]) -> None:
+    for name, info in tensors.items():
+        stripped = strip_wrappers(name)
+        flat_a = stripped.endswith("mixer.A_log") and len(info.shape) == 2
+        if flat_a or re.search(r"mixer\.(x_proj|dt_proj)\.", stripped):
+            raise CheckpointError(
+                f"{name}: this is a Mamba1 checkpoint (x_proj, dt_proj and a two-dimensional A_log are its marks), "
+                "expected Mamba2; choose a Mamba2 checkpoint such as state-spaces/mamba2-130m"
+            )
+
+
+def _from_mamba_ssm(path: Path, content: dict[str, Any]) -> Layout:
+    where = path.name
+    ssm = content.get("ssm_cfg") or {}
+    if not isinstance(ssm, dict):
+        raise CheckpointError(f"{where}:ssm_cfg: holds a {type(ssm).__name__}, expected a table; correct the config")
+    _refuse_hybrid(where, content)
+    kind = ssm.get("layer", "Mamba2")
+    if kind != "Mamba2":
+        raise CheckpointError(f"{where}:ssm_cfg.layer: is {kind!r}, only Mamba2 layers are supported")
+    unknown = sorted(set(ssm) - set(_SSM_DEFAULTS) - _SSM_IGNORED)
+    if unknown:
+        raise CheckpointError(
+            f"{where}:ssm_cfg: has keys that mamba_ssm's Mamba2 does not know ({', '.join(unknown)}); remove them if "
+            "they do not change the model"
+        )
+    settings = {**_SSM_DEFAULTS, **ssm}
+    _refuse_variants(where, content, settings)
+    width = content["d_model"]
+    config = {
+        **_ssm_geometry(where, settings, width),
+        "num_hidden_layers": content["n_layer"],
+        "vocab_size": content.get("vocab_size"),
+        "residual_in_fp32": bool(content.get("residual_in_fp32", True)),
+        "bos_token_id": content.get("bos_token_id"),
+        "eos_token_id": content.get("eos_token_id"),
+        "pad_token_id": content.get("pad_token_id"),
+    }
+    return Layout("mamba_ssm", config, content.get("tie_embeddings", True), path)
+
+
+def _ssm_geometry(where: str, settings: dict[str, Any], width: int) -> dict[str, Any]:
+    """The part of the config that a `ssm_cfg`, completed by its defaults, decides."""
+    inner = settings["expand"] * width
+    if settings["d_ssm"] not in (None, inner):
+        raise CheckpointError(
+            f"{where}:ssm_cfg.d_ssm: is {settings['d_ssm']}, expected expand * d_model = {inner}; mixers with an MLP part "
+            "are not supported"
+        )
+    if inner % settings["headdim"]:
+        raise CheckpointError(
+            f"{where}:ssm_cfg.headdim: {settings['headdim']} does not divide expand * d_model = {inner}; correct the config"
+        )
+    return {
+        "hidden_size": width,
+        "num_heads": inner // settings["headdim"],
+        "head_dim": settings["headdim"],
+        "state_size": settings["d_state"],
+        "n_groups": settings["ngroups"],
+        "expand": settings["expand"],
+        "conv_kernel": settings["d_conv"],
+        "use_bias": bool(settings["bias"]),
+        "use_conv_bias": bool(settings["conv_bias"]),
+        "hidden_act": "silu",
+        "layer_norm_epsilon": 1e-5,
+        "time_step_min": settings["dt_min"],
+        "time_step_max": settings["dt_max"],
+        "time_step_floor": settings["dt_init_floor"],
+        "time_step_limit": _limit(f"{where}:ssm_cfg.dt_limit", settings["dt_limit"]),
+        "chunk_size": settings["chunk_size"],
+    }
+
+
+def _refuse_hybrid(where: str, content: dict[str, Any]) -> None:
+    attention = content.get("attn_layer_idx") or []
+    if attention:
+        raise CheckpointError(
+            f"{where}:attn_layer_idx: layers {', '.join(map(str, attention))} are attention blocks, only models of Mamba2 "
+            "blocks alone are supported; choose another checkpoint"
+        )
+    if content.get("d_intermediate"):
+        raise CheckpointError(
+            f"{where}:d_intermediate: is {content['d_intermediate']}, so every block has an MLP; only models of Mamba2 "
+            "blocks alone are supported; choose another checkpoint"
+        )
+
+
+def _refuse_variants(where: str, content: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Options of mamba_ssm that change the computed function and that this package's mixer does not have."""
+    variants = {
+        "ssm_cfg.D_has_hdim": (settings["D_has_hdim"], False),
+        "ssm_cfg.rmsnorm": (settings["rmsnorm"], True),
+        "ssm_cfg.norm_before_gate": (settings["norm_before_gate"], False),
+        "rms_norm": (content.get("rms_norm", True), True),
+        "norm_epsilon": (content.get("norm_epsilon", 1e-5), 1e-5),
+        "bidirectional": (content.get("bidirectional", False), False),
+    }
+    for key, (value, supported) in variants.items():
+        if value != supported:
+            raise CheckpointError(
+                f"{where}:{key}: is {value}, only {supported} is supported; choose a checkpoint without this variant"
+            )
+
+
+def _from_codestral(path: Path, content: dict[str, Any]) -> Layout:
+    """Mistral's `params.json`; it fixes what it does not say to mamba_ssm's defaults."""
+    translated = {
+        **{key: content[key] for key in ("vocab_size", "residual_in_fp32", "rms_norm") if key in content},
+        "d_model": content["dim"],
+        "n_layer": content["n_layers"],
+        "tie_embeddings": content.get("tie_embeddings", False),
+        "ssm_cfg": {"layer": "Mamba2", "ngroups": content.get("n_groups", 1)},
+    }
+    return _from_mamba_ssm(path, translated)._replace(name="codestral")
+
+
+def _from_hf(path: Path, content: dict[str, Any]) -> Layout:
+    where, kind = path.name, content.get("model_type", "mamba2")
+    if kind not in ("mamba2", "palimpsa_mamba2"):
+        raise CheckpointError(_unknown(where, content))
+    if content.get("quantization_config"):
+        raise CheckpointError(
+            f"{where}:quantization_config: the weights are quantised, expected bf16, fp16 or fp32; use the original model"
+        )
+    config = {key: content.get(key, default) for key, default in _HF_DEFAULTS.items()}
+    if config["hidden_act"] not in ("silu", "swish"):
+        raise CheckpointError(f"{where}:hidden_act: is {config['hidden_act']!r}, only silu is supported")
+    config["time_step_limit"] = _limit(f"{where}:time_step_limit", config["time_step_limit"])
+    notes = []
+    if content.get("norm_before_gate"):
+        # Early exports carry true, Codestral's among them, though no release of the class ever read the key.
+        notes.append(f"{where} says norm_before_gate, a key without effect: the gate is applied before the norm")
+    if kind == "palimpsa_mamba2":
+        config.update(_palimpsa_keys(where, content, config["num_hidden_layers"]))
+    return Layout(
+        "hf_mamba2" if kind == "mamba2" else kind, config, content.get("tie_word_embeddings"), path, tuple(notes)
+    )
+
+
+def _palimpsa_keys(where: str, content: dict[str, Any], layers: int) -> dict[str, Any]:
+    keys = {key: content[key] for key in _PALIMPSA_KEYS if key in content}
+    swapped = keys.get("palimpsa_layers")
+    if not isinstance(swapped, list) or not all(isinstance(i, int) and 0 <= i < layers for i in swapped):
+        raise CheckpointError(
+            f"{where}:palimpsa_layers: is {swapped!r}, expected a list of layers from 0 to {layers - 1}; "
+            "restore the config that was written with the weights"
+        )
+    if swapped and not {"beta_rank", "beta_groups"} <= set(keys):
+        raise CheckpointError(
+            f"{where}: lists swapped layers but not beta_rank and beta_groups; restore the config written with the weights"
+        )
+    return keys
+
+
+def _check_geometry(where: str, config: dict[str, Any]) -> None:
+    for key in _SIZES:
+        value = config[key]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise CheckpointError(
+                f"{where}: gives {key} = {value!r}, expected a whole number above 0; correct the config"
+            )
+    heads, size = config["num_heads"], config["head_dim"]
+    if heads * size != config["expand"] * config["hidden_size"]:
+        raise CheckpointError(
+            f"{where}: num_heads * head_dim = {heads} * {size} = {heads * size}, expected expand * hidden_size = "
+            f"{config['expand']} * {config['hidden_size']} = {config['expand'] * config['hidden_size']}; correct the config"
+        )
+    if heads % config["n_groups"]:
+        raise CheckpointError(
+            f"{where}: {config['n_groups']} groups do not divide {heads} heads; correct n_groups or num_heads"
+        )
+
+
+def _limit(where: str, value: Any) -> tuple[float, float]:
+    """The clamp of the step size. An upper end of None is no limit, as JSON has no infinity."""
+    try:
+        low, high = value
+        low, high = float(low), _INF if high is None else float(high)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{where}: is {value!r}, expected two numbers; correct the config") from error
+    if not 0 <= low <= high:
+        raise CheckpointError(f"{where}: is {value!r}, expected 0 <= low <= high; correct the config")
+    return low, high
+
+
+def _unknown(where: str, content: dict[str, Any]) -> str:
+    kind = content.get("model_type")
+    if kind is not None:
+        return (
+            f"{where}:model_type: is {kind!r}, expected mamba2 (or mamba_ssm's own config); only models of Mamba2 blocks "
+            "alone are supported"
+        )
+    return (
+        f"{where}: is no Mamba2 config, expected mamba_ssm's d_model and n_layer, or transformers' hidden_size and "
+        "num_hidden_layers; copy the config that belongs to the weights"
+    )
+
+
+_Reader = Callable[[Path, dict[str, Any]], Layout]
+# The keys that tell one config from another, and its reader.
+_CONFIG_READERS: tuple[tuple[set[str], _Reader], ...] = (
+    ({"hidden_size", "num_hidden_layers"}, _from_hf),
+    ({"d_model", "n_layer"}, _from_mamba_ssm),
+    ({"dim", "n_layers"}, _from_codestral),
+)
+_PARAMS_READERS: tuple[tuple[set[str], _Reader], ...] = (({"dim", "n_layers"}, _from_codestral),)

@@ -1,0 +1,239 @@
+"""Where a checkpoint lies: a local folder or a Hub id, which of its files are the weights, what lies beside them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
+
+from ..base.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+# First match wins. safetensors go before pickles; `consolidated` is what Codestral ships beside its shards, the same
+# weights once more, so it is read only when nothing else is there.
+WEIGHT_CHOICES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "*.safetensors",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "pytorch_model*.bin",
+    "model*.bin",
+    "*.pt",
+    "*.pth",
+    "consolidated*.safetensors",
+    "consolidated*.pth",
+)
+TOKENIZER_PATTERNS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "spiece.model",
+    "chat_template.*",
+    "tekken.json",
+)
+SIDE_FILES = ("config.json", "params.json", "generation_config.json", "README.md", "LICENSE*", *TOKENIZER_PATTERNS)
+_NOT_WEIGHTS = (".", "adapter_model", "optimizer", "scheduler", "rng_state", "training_args", "scaler")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint's folder on this machine.
+
+    Attributes:
+        folder: where the files are.
+        source_id: the Hub id, or the folder's own name; never a path.
+        hub: whether it came from the Hub.
+    """
+
+    folder: Path
+    source_id: str
+    hub: bool
+
+
+def resolve(src: str | Path, *, revision: str | None = None, token: str | None = None) -> Source:
+    """Finds the folder of `src`, fetching from the Hub what an id needs and nothing more.
+
+    Args:
+        src: a folder, or a Hub id (`owner/name`). An existing folder wins over an id.
+        revision: branch, tag or commit of a Hub id.
+        token: the Hub token; by default the one huggingface_hub has stored.
+
+    Raises:
+        CheckpointError: nothing is there, or `src` is a file.
+    """
+    path = Path(src).expanduser()
+    if path.is_dir():
+        return Source(path, path.resolve().name, hub=False)
+    if path.exists():
+        raise CheckpointError(f"{src}: is a file, expected the folder that holds it; give {path.parent}")
+    if not _HUB_ID.fullmatch(str(src)):
+        raise CheckpointError(f"{src}: no such folder; give a checkpoint's folder or a Hub id (owner/name)")
+    return Source(_download(str(src), revision, token), str(src), hub=True)
+
+
+def select_weights(names: Iterable[str]) -> tuple[str, ...]:
+    """The weight files, or the one shard index, to read among the files `names` of a folder; () when there is none.
+
+    The order of preference is `WEIGHT_CHOICES`.
+    """
+    usable = sorted(name for name in names if "/" not in name and not name.startswith(_NOT_WEIGHTS))
+    for pattern in WEIGHT_CHOICES:
+        found = tuple(name for name in usable if fnmatch(name, pattern))
+        if not pattern.startswith("consolidated"):
+            found = tuple(name for name in found if not name.startswith("consolidated"))
+        if found:
+            return found
+    return ()
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The paths of the weight files of a folder, shards in the order of their names.
+
+    Raises:
+        CheckpointError: no weights, an index that is broken, points outside its folder, or names absent files.
+    """
+    names = [path.name for path in folder.iterdir() if path.is_file()]
+    chosen = select_weights(names)
+    if not chosen:
+        raise CheckpointError(_no_weights(folder, names))
+    if chosen[0].endswith(".index.json"):
+        files = _indexed_files(folder, chosen[0])
+    else:
+        files = list(chosen)
+    others = [name for name in names if fnmatch(name, "*.safetensors") or fnmatch(name, "*pytorch_model*.bin")]
+    ignored = sorted(set(others) - set(files))
+    if ignored:
+        logger.info(
+            "%s: weights are read from %s; not read: %s (safetensors go before .bin, shards before consolidated)",
+            folder.name,
+            ", ".join(files),
+            ", ".join(ignored),
+        )
+    return [folder / name for name in files]
+
+
+def tokenizer_files(folder: Path) -> tuple[Path, ...]:
+    """The files a tokenizer is loaded from, by their usual names."""
+    files = (path for path in folder.iterdir() if path.is_file())
+    return tuple(sorted(path for path in files if any(fnmatch(path.name, p) for p in TOKENIZER_PATTERNS)))
+
+
+def read_foreign_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON table that other programs wrote: Python's `Infinity`, and transformers' `{"__float__": ...}` too.
+
+    Raises:
+        CheckpointError: the file is not a JSON table.
+    """
+
+    def decode(table: dict[str, Any]) -> Any:
+        return float(table["__float__"]) if set(table) == {"__float__"} else table
+
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"), object_hook=decode)
+    except (json.JSONDecodeError, UnicodeDecodeError, ValueError) as error:
+        raise CheckpointError(f"{path.name}: is not JSON ({error}); write or download the file again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path.name}: holds a {type(content).__name__}, expected a table of keys and values")
+    return content
+
+
+def card_metadata(folder: Path) -> dict[str, Any]:
+    """The YAML block that opens a model card (`README.md`); {} when there is none or it cannot be read."""
+    card = folder / "README.md"
+    if not card.is_file():
+        return {}
+    block = re.match(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
+    try:
+        content = yaml.safe_load(block.group(1)) if block else None
+    except yaml.YAMLError:
+        logger.warning("README.md: its metadata block is not YAML; licence and base model are not carried over")
+        content = None
+    return content if isinstance(content, dict) else {}
+
+
+def _indexed_files(folder: Path, index: str) -> list[str]:
+    weight_map = read_foreign_json(folder / index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        raise CheckpointError(
+            f"{index}: has no usable weight_map, expected tensor names and their files; write it again"
+        )
+    files = sorted(set(weight_map.values()))
+    for name in files:
+        parts = PurePosixPath(name.replace("\\", "/")).parts
+        if len(parts) != 1 or parts[0] in ("..", "/") or ":" in name:
+            raise CheckpointError(f"{index}: weight_map points to {name!r}, outside its folder; this is refused")
+    missing = [name for name in files if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{index}: names {len(files)} files of which {len(missing)} are not there ({', '.join(missing[:5])}); "
+            "download the missing shards"
+        )
+    return files
+
+
+def _no_weights(folder: Path, names: list[str]) -> str:
+    if not names and not any(folder.iterdir()):
+        return f"{folder}: is an empty folder, expected config.json and weights"
+    if any(name.startswith("adapter_model") for name in names):
+        return f"{folder}: holds an adapter, not a model; merge it into its base first (palimpsa merge)"
+    return f"{folder}: holds no weights, expected model.safetensors, pytorch_model.bin or their shards"
+
+
+def _download(repo: str, revision: str | None, token: str | None) -> Path:
+    """Fetches config, card, tokenizer and the one chosen form of the weights; the cached files when offline."""
+    import httpx
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import errors as hub
+
+    at = f" at revision {revision}" if revision else ""
+    try:
+        patterns: list[str] | None = None
+        try:
+            names = HfApi(token=token).list_repo_files(repo, revision=revision)
+            patterns = _patterns(names)
+        except (hub.OfflineModeIsEnabled, httpx.TransportError, ConnectionError) as error:
+            logger.info("%s: the Hub cannot be reached (%s), using the files in the cache", repo, type(error).__name__)
+        folder = snapshot_download(
+            repo, revision=revision, token=token, allow_patterns=patterns, local_files_only=patterns is None
+        )
+    except hub.GatedRepoError as error:
+        raise CheckpointError(
+            f"{repo}: is gated on the Hub; accept its terms there and log in (hf auth login)"
+        ) from error
+    except hub.RevisionNotFoundError as error:
+        raise CheckpointError(f"{repo}: has no revision {revision!r} on the Hub; choose one it lists") from error
+    except (hub.RepositoryNotFoundError, hub.HFValidationError) as error:
+        raise CheckpointError(
+            f"{repo}: neither a folder here nor a model on the Hub that you may read; check the spelling, or log in"
+        ) from error
+    except (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled) as error:
+        raise CheckpointError(
+            f"{repo}{at}: no such folder here, not in the Hub cache, and the Hub cannot be reached; "
+            "check the spelling, or download it while online"
+        ) from error
+    except (hub.HfHubHTTPError, httpx.HTTPError, OSError) as error:
+        raise CheckpointError(
+            f"{repo}{at}: the download failed ({type(error).__name__}: {error}); try again"
+        ) from error
+    return Path(folder)
+
+
+def _patterns(names: list[str]) -> list[str]:
+    """What to fetch of a repository that holds the files `names`."""
+    chosen = list(select_weights(names))
+    if chosen and chosen[0].endswith(".index.json"):
+        stem, suffix = chosen[0].removesuffix(".index.json").rsplit(".", 1)
+        chosen.append(f"{stem}-*.{suffix}")
+    return [*SIDE_FILES, *chosen]
