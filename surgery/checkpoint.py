@@ -18,7 +18,15 @@ from .fingerprint import fingerprint
 from .keymap import EMBEDDING, HEAD, Rule, canonical_shape, expected_shapes, translate
 from .layouts import Layout, detect
 from .lazy import TensorInfo, WeightsFile, open_weights
-from .sources import Source, card_metadata, read_foreign_json, resolve, tokenizer_files, weight_files
+from .sources import (
+    Source,
+    card_metadata,
+    read_foreign_json,
+    resolve,
+    special_token_ids,
+    tokenizer_files,
+    weight_files,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -154,8 +162,9 @@ def open_checkpoint(src: str | Path, *, revision: str | None = None, token: str 
     notes = [*layout.notes, *_resolve_vocabulary(layout, located)]
     tied = _resolve_tie(layout, located, dropped, notes)
     config = {**layout.config, "tie_word_embeddings": tied}
-    config.setdefault("palimpsa_layers", [])
-    config["palimpsa_layers"] = sorted(config["palimpsa_layers"])
+    config["palimpsa_layers"] = sorted(config.get("palimpsa_layers", []))
+    for key, number in special_token_ids(source.folder).items():
+        config[key] = number if config.get(key) is None else config[key]
     _account(source, config, located, strangers)
     for note in notes:
         logger.warning("%s: %s", source.source_id, note)

@@ -164,12 +164,13 @@ def _ssm_geometry(where: str, settings: dict[str, Any], width: int) -> dict[str,
     inner = settings["expand"] * width
     if settings["d_ssm"] not in (None, inner):
         raise CheckpointError(
-            f"{where}:ssm_cfg.d_ssm: is {settings['d_ssm']}, expected expand * d_model = {inner}; mixers with an MLP part "
-            "are not supported"
+            f"{where}:ssm_cfg.d_ssm: is {settings['d_ssm']}, expected expand * d_model = {inner}; "
+            "mixers with an MLP part are not supported"
         )
     if inner % settings["headdim"]:
         raise CheckpointError(
-            f"{where}:ssm_cfg.headdim: {settings['headdim']} does not divide expand * d_model = {inner}; correct the config"
+            f"{where}:ssm_cfg.headdim: {settings['headdim']} does not divide expand * d_model = {inner}; "
+            "correct the config"
         )
     return {
         "hidden_size": width,
@@ -195,8 +196,8 @@ def _refuse_hybrid(where: str, content: dict[str, Any]) -> None:
     attention = content.get("attn_layer_idx") or []
     if attention:
         raise CheckpointError(
-            f"{where}:attn_layer_idx: layers {', '.join(map(str, attention))} are attention blocks, only models of Mamba2 "
-            "blocks alone are supported; choose another checkpoint"
+            f"{where}:attn_layer_idx: layers {', '.join(map(str, attention))} are attention blocks, only models "
+            "of Mamba2 blocks alone are supported; choose another checkpoint"
         )
     if content.get("d_intermediate"):
         raise CheckpointError(
@@ -240,7 +241,8 @@ def _from_hf(path: Path, content: dict[str, Any]) -> Layout:
         raise CheckpointError(_unknown(where, content))
     if content.get("quantization_config"):
         raise CheckpointError(
-            f"{where}:quantization_config: the weights are quantised, expected bf16, fp16 or fp32; use the original model"
+            f"{where}:quantization_config: the weights are quantised, expected bf16, fp16 or fp32; "
+            "use the original model"
         )
     config = {key: content.get(key, default) for key, default in _HF_DEFAULTS.items()}
     if config["hidden_act"] not in ("silu", "swish"):
@@ -267,7 +269,8 @@ def _palimpsa_keys(where: str, content: dict[str, Any], layers: int) -> dict[str
         )
     if swapped and not {"beta_rank", "beta_groups"} <= set(keys):
         raise CheckpointError(
-            f"{where}: lists swapped layers but not beta_rank and beta_groups; restore the config written with the weights"
+            f"{where}: lists swapped layers but not beta_rank and beta_groups; "
+            "restore the config written with the weights"
         )
     return keys
 
@@ -281,9 +284,10 @@ def _check_geometry(where: str, config: dict[str, Any]) -> None:
             )
     heads, size = config["num_heads"], config["head_dim"]
     if heads * size != config["expand"] * config["hidden_size"]:
+        expand, width = config["expand"], config["hidden_size"]
         raise CheckpointError(
             f"{where}: num_heads * head_dim = {heads} * {size} = {heads * size}, expected expand * hidden_size = "
-            f"{config['expand']} * {config['hidden_size']} = {config['expand'] * config['hidden_size']}; correct the config"
+            f"{expand} * {width} = {expand * width}; correct the config"
         )
     if heads % config["n_groups"]:
         raise CheckpointError(
@@ -307,8 +311,8 @@ def _unknown(where: str, content: dict[str, Any]) -> str:
     kind = content.get("model_type")
     if kind is not None:
         return (
-            f"{where}:model_type: is {kind!r}, expected mamba2 (or mamba_ssm's own config); only models of Mamba2 blocks "
-            "alone are supported"
+            f"{where}:model_type: is {kind!r}, expected mamba2 (or mamba_ssm's own config); only models of Mamba2 "
+            "blocks alone are supported"
         )
     return (
         f"{where}: is no Mamba2 config, expected mamba_ssm's d_model and n_layer, or transformers' hidden_size and "

@@ -149,6 +149,26 @@ def read_foreign_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def special_token_ids(folder: Path) -> dict[str, int]:
+    """`bos_token_id`, `eos_token_id` and `pad_token_id`, those of them that the tokenizer's files give.
+
+    mamba_ssm's config names none of them, and a model without an end token never stops generating.
+    """
+    described, table = folder / "tokenizer_config.json", folder / "tokenizer.json"
+    if not (described.is_file() and table.is_file()):
+        return {}
+    settings = read_foreign_json(described)
+    added = read_foreign_json(table).get("added_tokens") or []
+    ids = {token.get("content"): token.get("id") for token in added if isinstance(token, dict)}
+    found = {}
+    for kind in ("bos", "eos", "pad"):
+        token = settings.get(f"{kind}_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if token in ids:
+            found[f"{kind}_token_id"] = ids[token]
+    return found
+
+
 def card_metadata(folder: Path) -> dict[str, Any]:
     """The YAML block that opens a model card (`README.md`); {} when there is none or it cannot be read."""
     card = folder / "README.md"
@@ -166,9 +186,7 @@ def card_metadata(folder: Path) -> dict[str, Any]:
 def _indexed_files(folder: Path, index: str) -> list[str]:
     weight_map = read_foreign_json(folder / index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
-        raise CheckpointError(
-            f"{index}: has no usable weight_map, expected tensor names and their files; write it again"
-        )
+        raise CheckpointError(f"{index}: has no usable weight_map, expected tensor names and files; write it again")
     files = sorted(set(weight_map.values()))
     for name in files:
         parts = PurePosixPath(name.replace("\\", "/")).parts
