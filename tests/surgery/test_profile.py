@@ -1,0 +1,112 @@
+"""profile.json: strict, readable, tied to its checkpoint; profile.png."""
+
+import json
+
+import pytest
+from palimpsa_surgery.base.errors import SchemaError
+from palimpsa_surgery.surgery.plots import plot_profile
+from palimpsa_surgery.surgery.profile import (
+    LayerCalibration,
+    LayerProfile,
+    Profile,
+    read_profile,
+    rounded,
+    write_profile,
+)
+
+
+def layer(number, *, window=10.0, rate=0.1, heads=3, **other):
+    return LayerProfile(
+        layer=number, rate=rate, window=window, head_rate=[rate] * heads, head_window=[window] * heads, **other
+    )
+
+
+def profile(layers, **other):
+    values = {"method": "measured", "source": "tiny", "fingerprint": "ab" * 32, "data": "text", "tokens": 128}
+    return Profile(**{**values, "seq_len": 64, "layers": layers, **other})
+
+
+def calibration(heads=3):
+    return LayerCalibration(input_rms=1.5, importance=[2.0] * heads, spread=[[0.5] * 8] * heads)
+
+
+def test_a_written_profile_reads_back_the_same(tmp_path):
+    original = profile([layer(0, calibration=calibration()), layer(1, swapped=True)])
+    write_profile(original, tmp_path / "profile.json")
+    assert read_profile(tmp_path / "profile.json") == original
+
+
+def test_each_list_of_numbers_stands_on_one_line(tmp_path):
+    write_profile(profile([layer(0, heads=4)]), tmp_path / "profile.json")
+    text = (tmp_path / "profile.json").read_text()
+    assert '"head_rate": [ 0.1, 0.1, 0.1, 0.1 ]' in text
+    assert json.loads(text)["layers"][0]["head_window"] == [10.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data.update(sed=1), r"profile\.json:sed: .*did you mean seed\?"),
+        (lambda data: data.pop("fingerprint"), r"profile\.json:fingerprint: is missing"),
+        (lambda data: data["layers"][0].update(rate=-1), r"profile\.json:layers\.0\.rate: is -1"),
+        (lambda data: data["layers"][0].update(windows=3), r"layers\.0\.windows: .*did you mean window\?"),
+        (lambda data: data["layers"][0].update(layer=5), "numbered 0 to 0 in order, not \\[5\\]"),
+        (lambda data: data["layers"][0].update(head_rate=[1.0]), "head_rate has 1 heads, head_window 3"),
+        (lambda data: data["layers"][0]["calibration"].update(importance=[1.0]), "importance has 1 heads, spread 3"),
+        (lambda data: data.update(schema_version=99), "schema_version: is 99, newer than the 1"),
+        (lambda data: data.update(method="guessed"), "method: is 'guessed', expected 'measured' or 'static'"),
+    ],
+)
+def test_a_mistake_is_named_with_file_and_key(tmp_path, change, message):
+    path = tmp_path / "profile.json"
+    write_profile(profile([layer(0, calibration=calibration())]), path)
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(SchemaError, match=message):
+        read_profile(path)
+
+
+def test_a_calibration_of_other_heads_is_refused():
+    with pytest.raises(ValueError, match="calibration has 2 heads, not 3"):
+        layer(0, calibration=calibration(heads=2))
+
+
+@pytest.mark.parametrize("bad", ["NaN", "Infinity"])
+def test_numbers_that_are_not_json_are_refused(tmp_path, bad):
+    path = tmp_path / "profile.json"
+    write_profile(profile([layer(0)]), path)
+    path.write_text(path.read_text().replace('"rate": 0.1', f'"rate": {bad}'))
+    with pytest.raises(SchemaError, match=bad):
+        read_profile(path)
+
+
+def test_a_profile_of_another_checkpoint_is_refused():
+    measured = profile([layer(0)])
+    measured.check_source("ab" * 32, "tiny")
+    with pytest.raises(SchemaError, match=r"measured on tiny \(abababababab\), not on other \(cdcdcdcdcdcd\)"):
+        measured.check_source("cd" * 32, "other")
+
+
+def test_descriptions_name_the_text_or_say_static():
+    assert profile([layer(0)]).describe() == "128 tokens of text in windows of 64 (seed 0)"
+    static = profile([layer(0)], method="static", data="", tokens=0, seq_len=0)
+    assert "static estimate" in static.describe()
+
+
+def test_swapped_layers_are_listed():
+    assert profile([layer(0), layer(1, swapped=True), layer(2, swapped=True)]).swapped == (1, 2)
+
+
+def test_rounding_keeps_eight_digits_at_any_size():
+    assert rounded([1.23456789123e-9, 123456789.123]) == [1.2345679e-9, 123456790.0]
+
+
+@pytest.mark.parametrize(("layers", "heads", "chosen"), [(1, 1, ()), (24, 12, (3, 8)), (64, 80, (0, 63))])
+def test_the_picture_is_drawn_at_any_size_and_marks_layers(tmp_path, layers, heads, chosen):
+    drawn = profile([layer(i, window=1.0 + i, heads=heads) for i in range(layers)])
+    plot_profile(drawn, tmp_path / "marked.png", chosen=chosen)
+    plot_profile(drawn, tmp_path / "plain.png")
+    marked, plain = (tmp_path / "marked.png").read_bytes(), (tmp_path / "plain.png").read_bytes()
+    assert marked.startswith(b"\x89PNG")
+    assert (marked == plain) == (not chosen)
