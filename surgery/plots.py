@@ -12,6 +12,8 @@ from .profile import Profile
 
 MARK = "#d62728"
 INK = "#1a1a1a"
+MOST_LABELLED = 80
+"""Rows that still have room for a number each."""
 
 
 def plot_profile(profile: Profile, path: str | Path, *, chosen: Sequence[int] = ()) -> None:
@@ -33,10 +35,10 @@ def plot_profile(profile: Profile, path: str | Path, *, chosen: Sequence[int] = 
     )
     for axes, title, colours, values, kind in panels:
         _heat_map(figure, axes, title, colours, values, chosen)
-        if layers <= 48:
+        if layers <= MOST_LABELLED:
             _layer_means(axes, heads, [getattr(layer, kind) for layer in profile.layers], chosen)
     left.set_ylabel("layer", color=INK)
-    left.set_yticks(range(layers) if layers <= 48 else range(0, layers, 4))
+    left.set_yticks(range(layers) if layers <= MOST_LABELLED else sorted({*range(0, layers, 4), *chosen}))
     for label in left.get_yticklabels():
         if int(label.get_text()) in chosen:
             label.set(color=MARK, fontweight="bold")
@@ -49,7 +51,7 @@ def plot_profile(profile: Profile, path: str | Path, *, chosen: Sequence[int] = 
 def _heat_map(figure: Figure, axes, title: str, colours: str, values: list[list[float]], chosen: Sequence[int]) -> None:
     logs = [[math.log10(value) for value in row] for row in values]
     image = axes.imshow(logs, aspect="auto", interpolation="nearest", cmap=colours)
-    axes.set_title(f"log10 {title}; mean of each layer at the side", fontsize=9, color=INK)
+    axes.set_title(f"log10 {title}; layer means at the side", fontsize=8, color=INK)
     axes.set_xlabel("head", color=INK)
     if len(logs[0]) <= 24:
         axes.set_xticks(range(len(logs[0])))
