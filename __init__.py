@@ -1,3 +1,38 @@
-"""Surgery on pretrained Mamba2 models: measured forgetting, Palimpsa-M layers, proved conversions."""
+"""Surgery on pretrained Mamba2 models: measured forgetting, Palimpsa-M layers, proved conversions.
+
+The names below are the Python API (`docs/api.md`). Each is imported when it is first used: `import palimpsa_surgery`
+alone loads neither torch nor transformers.
+"""
+
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "convert": "surgery.convert",
+    "evaluate": "recipes.evaluate",
+    "finetune": "recipes.finetune",
+    "inspect_checkpoint": "surgery.inspection",
+    "load_model": "surgery.loading",
+    "make_plan": "surgery.plan",
+    "measure": "surgery.forgetting",
+    "metaplastic_scan": "kernels.api",
+    "metaplastic_step": "kernels.api",
+    "metaplasticity_off": "modeling.metaplasticity",
+    "open_checkpoint": "surgery.checkpoint",
+}
+
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,127 @@
+"""The rules that keep the source readable, checked on its syntax trees."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "palimpsa_surgery"
+LAYERS = ("base", "kernels", "modeling", "surgery", "recipes", "cli")
+
+# A file that may be longer than the rest, and why.
+LONG_FILES: dict[str, str] = {}
+
+
+def sources() -> list[Path]:
+    files = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
+    return [ROOT / "__init__.py", ROOT / "cli.py", *files]
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def each_source(function):
+    return pytest.mark.parametrize("path", sources(), ids=relative)(function)
+
+
+def imported_modules(path: Path) -> list[tuple[int, str]]:
+    """(line, absolute module) of every import in the file, those inside functions too."""
+    package = [PACKAGE, *path.relative_to(ROOT).parts[:-1]]
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, node.module] if node.module else base)
+            found.append((node.lineno, module))
+            if module == PACKAGE:
+                found += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layer", "line", "expected"),
+    [
+        ("kernels", "from ..base.errors import X", "palimpsa_surgery.base.errors"),
+        ("kernels", "def f():\n    from .. import recipes", "palimpsa_surgery.recipes"),
+        ("surgery", "from . import plan", "palimpsa_surgery.surgery"),
+        ("base", "import torch.nn", "torch.nn"),
+    ],
+)
+def test_the_finder_of_imports_sees_every_form(tmp_path, monkeypatch, layer, line, expected):
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    (tmp_path / layer).mkdir()
+    (tmp_path / layer / "module.py").write_text(line)
+    assert expected in [module for _, module in imported_modules(tmp_path / layer / "module.py")]
+
+
+@each_source
+def test_each_layer_imports_only_from_those_below(path):
+    layer = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    if layer == "__init__":
+        return  # names modules as strings, imports them when asked
+    allowed = LAYERS[: LAYERS.index(layer) + 1]
+    for line, module in imported_modules(path):
+        if module.startswith(f"{PACKAGE}."):
+            assert module.split(".")[1] in (*allowed, "__version__"), f"{relative(path)}:{line} imports {module}"
+
+
+@each_source
+def test_imports_inside_the_package_are_relative(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module]
+        assert not [n for n in names if n.split(".")[0] == PACKAGE], f"{relative(path)}:{node.lineno}"
+
+
+def test_base_never_imports_torch():
+    for path in (ROOT / "base").glob("*.py"):
+        assert not [m for _, m in imported_modules(path) if m.split(".")[0] == "torch"], relative(path)
+
+
+def test_the_folder_named_like_another_package_is_no_package_of_its_own():
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_heavy_imports_of_the_command_line_wait_until_they_are_needed():
+    tree = ast.parse((ROOT / "cli.py").read_text(encoding="utf-8"))
+    top = {
+        name.split(".")[0]
+        for node in tree.body
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and not getattr(node, "level", 0)
+        for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module])
+    }
+    assert not top & {"torch", "transformers", "numpy", "pydantic", "matplotlib", "accelerate", "datasets", "peft"}
+
+
+@each_source
+def test_weights_are_never_loaded_leniently(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.keyword) and node.arg == "strict" and isinstance(node.value, ast.Constant):
+            assert node.value.value is not False, f"{relative(path)}:{node.value.lineno}: strict=False"
+
+
+@each_source
+def test_only_the_command_line_prints(path):
+    if path.name == "cli.py":
+        return
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        is_print = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+        assert not is_print, f"{relative(path)}:{node.lineno}: print"
+
+
+@each_source
+def test_files_stay_short(path):
+    limit = 600 if relative(path).startswith("kernels/") else 400
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= limit or relative(path) in LONG_FILES, f"{relative(path)} has {lines} lines"
+
+
+def test_a_long_file_that_became_short_leaves_the_list():
+    for name, reason in LONG_FILES.items():
+        assert reason
+        assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) > 400, name
