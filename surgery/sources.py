@@ -242,8 +242,9 @@ def _download(repo: str, revision: str | None, token: str | None) -> Path:
             "check the spelling, or download it while online"
         ) from error
     except (hub.HfHubHTTPError, httpx.HTTPError, OSError) as error:
+        reason = (str(error).splitlines() or [""])[0]
         raise CheckpointError(
-            f"{repo}{at}: the download failed ({type(error).__name__}: {error}); try again"
+            f"{repo}{at}: the download failed ({type(error).__name__}: {reason}); try again"
         ) from error
     return Path(folder)
 
