@@ -1,0 +1,276 @@
+"""What is installed here, which kernel each kind of layer will run on and why, and whether its numbers are right."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..base.errors import KernelUnavailableError
+from ..kernels import api, conv, ssd
+
+PACKAGES = (
+    "palimpsa-surgery",
+    "torch",
+    "triton",
+    "transformers",
+    "huggingface_hub",
+    "safetensors",
+    "accelerate",
+    "datasets",
+    "peft",
+    "mamba-ssm",
+    "causal-conv1d",
+    "liger-kernel",
+    "lm-eval",
+)
+FORWARD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-3}
+GRADIENT_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-2}
+
+
+@dataclass(frozen=True)
+class LayerBackend:
+    """Which backend one part of one kind of layer will use.
+
+    Attributes:
+        part: for people, such as "swapped layers: metaplastic scan".
+        chosen: the backend, or None when kernels are required and none can run.
+        why: reason of the choice, or why there is none.
+        unavailable: backend -> why it cannot run here, None when it can.
+    """
+
+    part: str
+    chosen: str | None
+    why: str
+    unavailable: dict[str, str | None]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison with the reference in fp64.
+
+    Attributes:
+        name: what was compared.
+        error: relative root-mean-square error; None when it could not run.
+        tolerance: what it may be.
+        ok: whether it is within the tolerance.
+        note: what went wrong, when it could not run.
+    """
+
+    name: str
+    error: float | None
+    tolerance: float
+    ok: bool
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What `palimpsa doctor` reports; not `ok` when a kernel computes wrong numbers, or none is there though required."""
+
+    versions: dict[str, str | None]
+    device: str
+    backends: tuple[LayerBackend, ...]
+    checks: tuple[Check, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(check.ok for check in self.checks) and all(part.chosen for part in self.backends)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "ok": self.ok}
+
+
+def diagnose(device: str | torch.device = "cpu") -> Diagnosis:
+    """Looks at this machine and runs every kernel that works on `device` against the reference."""
+    device = torch.device(device)
+    backends = (
+        _chosen("swapped layers: metaplastic scan", api.backends(device), lambda: api.resolve_backend("auto", device)),
+        _chosen("plain layers: Mamba2 scan", _ssd_backends(device), lambda: ssd.resolve_ssd_backend("auto", device)),
+        _chosen("all layers: convolution", _conv_backends(device), lambda: conv.resolve_conv_backend("auto", device)),
+    )
+    return Diagnosis(versions(), describe_device(device), backends, tuple(run_checks(device, backends)))
+
+
+def versions() -> dict[str, str | None]:
+    """Package -> installed version, None when it is absent; `python` first."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def describe_device(device: torch.device) -> str:
+    """One line about the device the kernels run on."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"{device}: {torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
+    return f"{device}: {platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def _chosen(part: str, unavailable: dict[str, str | None], resolve: Callable[[], str]) -> LayerBackend:
+    try:
+        chosen = resolve()
+    except KernelUnavailableError as error:
+        return LayerBackend(part, None, str(error), unavailable)
+    passed = [f"{name}: {reason}" for name, reason in unavailable.items() if reason is not None and name != chosen]
+    why = f"the fastest that runs here ({'; '.join(passed)})" if passed else "the fastest that runs here"
+    return LayerBackend(part, chosen, why, unavailable)
+
+
+def _ssd_backends(device: torch.device) -> dict[str, str | None]:
+    on_gpu = device.type == "cuda"
+    return {"mamba_ssm": ssd.mamba_ssm_unavailable() if on_gpu else f"it needs CUDA, not {device}", "torch": None}
+
+
+def _conv_backends(device: torch.device) -> dict[str, str | None]:
+    return {name: conv.why_conv_unavailable(name, device) for name in conv._BACKENDS}
+
+
+def run_checks(device: torch.device, backends: tuple[LayerBackend, ...]) -> Iterator[Check]:
+    """Compares every backend that can run here with fp64: small, odd sizes, seconds in all."""
+    scans, plain, convolutions = (
+        [name for name, reason in part.unavailable.items() if reason is None] for part in backends
+    )
+    dtypes = (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
+    for dtype in dtypes:
+        problem = _Problem(device, dtype)
+        for name in scans:
+            if name != "reference":
+                yield from problem.check_scan(name)
+        for name in plain:
+            yield from problem.check_plain(name)
+        for name in convolutions:
+            yield from problem.check_convolution(name)
+
+
+class _Problem:
+    """One small problem (length 77, two groups, four heads) and its answers in fp64 on the CPU."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        draw = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+        def rounded(x: Tensor) -> Tensor:
+            return x.to(dtype).double()
+
+        batch, length, groups, heads, width, state = 2, 77, 2, 4, 64, 64
+        self.q, self.k = rounded(normal(batch, length, groups, state)), rounded(normal(batch, length, groups, state))
+        self.x = rounded(normal(batch, length, heads, width))
+        self.step = normal(batch, length, heads).exp().clamp(max=5).float().double() * 0.1
+        self.A = -torch.tensor([0.01, 0.1, 1.0, 8.0], dtype=torch.float64)
+        self.beta = rounded(torch.rand(batch, length, heads, width, generator=draw, dtype=torch.float64) * 0.3)
+        self.prior = torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=torch.float64)
+        self.weight, self.bias = rounded(normal(96, 4)), rounded(normal(96))
+        self.channels = rounded(normal(batch, length, 96))
+
+    def check_scan(self, name: str) -> Iterator[Check]:
+        v = (self.x * self.step.unsqueeze(-1)).to(self.dtype).double()
+        inputs = (self.q, self.k, v, self.beta, self.step * self.A, self.prior)
+        kept = (4, 5)  # the decay and the prior stay in fp32 whatever the dtype
+
+        def scan(*tensors: Tensor, backend: str) -> Tensor:
+            return api.metaplastic_scan(*tensors, backend=backend).output
+
+        label = f"metaplastic scan, {name}, {_name(self.dtype)}"
+        yield from self._compare(label, scan, inputs, name, kept)
+        yield self._check_step(name, inputs)
+
+    def _check_step(self, name: str, inputs: tuple[Tensor, ...]) -> Check:
+        def decode(tensors: list[Tensor], backend: str) -> Tensor:
+            *rest, prior = tensors
+            heads, width, state = self.x.shape[2], self.x.shape[3], self.q.shape[3]
+            dtype = torch.float64 if prior.dtype == torch.float64 else torch.float32
+            carried = [prior.new_zeros(2, heads, width, state, dtype=dtype) for _ in "MJ"]
+            outputs = [
+                api.metaplastic_step(*(x[:, t].contiguous() for x in rest), prior, carried, backend=backend)
+                for t in range(5)
+            ]
+            return torch.stack(outputs, 1)
+
+        label = f"metaplastic decode, {name}, {_name(self.dtype)}"
+        return self._measured(
+            label,
+            FORWARD_TOLERANCE[self.dtype],
+            lambda: (decode(self._cast(inputs, (4, 5)), name), decode(list(inputs), "reference")),
+        )
+
+    def check_plain(self, name: str) -> Iterator[Check]:
+        def scan(x: Tensor, step: Tensor, A: Tensor, k: Tensor, q: Tensor, backend: str) -> Tensor:
+            if backend != "reference":
+                return ssd.mamba2_scan(x, step, A, k, q, backend=backend)[0]
+            nothing, one = x.new_zeros(*x.shape[:3], 1), x.new_ones(x.shape[2])  # with these the operator is Mamba2's
+            v = x * step.unsqueeze(-1)
+            return api.metaplastic_scan(q, k, v, nothing, step * A, one, backend="reference").output
+
+        inputs = (self.x, self.step, self.A, self.k, self.q)
+        yield from self._compare(f"Mamba2 scan, {name}, {_name(self.dtype)}", scan, inputs, name, kept=(1, 2))
+
+    def check_convolution(self, name: str) -> Iterator[Check]:
+        def convolve(x: Tensor, weight: Tensor, bias: Tensor, backend: str) -> Tensor:
+            if backend != "reference":
+                return conv.causal_conv(x, weight, bias, backend=backend)[0]
+            padded = functional.pad(x.transpose(1, 2), (weight.shape[1] - 1, 0))
+            y = functional.conv1d(padded, weight.unsqueeze(1), bias, groups=weight.shape[0])
+            return functional.silu(y).transpose(1, 2)
+
+        inputs = (self.channels, self.weight, self.bias)
+        yield from self._compare(f"convolution, {name}, {_name(self.dtype)}", convolve, inputs, name)
+
+    def _cast(self, inputs: tuple[Tensor, ...], kept: tuple[int, ...]) -> list[Tensor]:
+        return [
+            x.to(self.device, torch.float32 if index in kept else self.dtype, copy=True)
+            for index, x in enumerate(inputs)
+        ]
+
+    def _compare(
+        self,
+        label: str,
+        run: Callable[..., Tensor],
+        inputs: tuple[Tensor, ...],
+        name: str,
+        kept: tuple[int, ...] = (),
+    ) -> Iterator[Check]:
+        """Output and all gradients of `run` on backend `name`, against its reference in fp64."""
+
+        @functools.cache
+        def results(backend: str) -> tuple[Tensor, Tensor]:
+            tensors = list(inputs) if backend == "reference" else self._cast(inputs, kept)
+            leaves = [x.detach().clone().requires_grad_() for x in tensors]
+            output = run(*leaves, backend=backend)
+            weights = torch.linspace(-1, 1, output.numel(), dtype=torch.float64).view(output.shape)
+            gradients = torch.autograd.grad((output * weights.to(output)).sum(), leaves)
+            return output, torch.cat([(g.double() / g.double().norm()).flatten() for g in gradients])
+
+        for index, what in enumerate(("", ", gradients")):
+            tolerance = (GRADIENT_TOLERANCE if index else FORWARD_TOLERANCE)[self.dtype]
+            yield self._measured(
+                label + what, tolerance, lambda index=index: (results(name)[index], results("reference")[index])
+            )
+
+    def _measured(self, label: str, tolerance: float, run: Callable[[], tuple[Tensor, Tensor]]) -> Check:
+        try:
+            found, expected = run()
+        except Exception as error:  # a kernel that cannot be compiled is a finding, not the end of the report
+            note = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            return Check(label, None, tolerance, False, note)
+        found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
+        error = float((found - expected).norm() / expected.norm())
+        return Check(label, error if error == error else None, tolerance, error <= tolerance)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
