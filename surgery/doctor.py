@@ -73,7 +73,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What `palimpsa doctor` reports; not `ok` when a kernel computes wrong numbers, or none is there though required."""
+    """What `palimpsa doctor` reports; not `ok` when a kernel is wrong, or missing though required."""
 
     versions: dict[str, str | None]
     device: str
