@@ -249,8 +249,9 @@ class _LinearScan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out, d_state):
-        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
-            return *_linear_backward(*ctx.saved_tensors, d_out, d_state, ctx.plan, ctx.dtype), None, None
+        saved = ctx.saved_tensors  # once: activation checkpointing lets no tensor be unpacked twice
+        with torch.autocast(saved[0].device.type, enabled=False):
+            return *_linear_backward(*saved, d_out, d_state, ctx.plan, ctx.dtype), None, None
 
 
 def _sorted_rows(x: Tensor | None, plan: BlockPlan, v: Tensor, k: Tensor, dtype) -> Tensor:
