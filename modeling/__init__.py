@@ -1,1 +1,29 @@
+"""The model: importing this package makes the Auto classes of transformers know it."""
 
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from .configuration_palimpsa_mamba2 import PalimpsaMamba2Config
+from .geometry import MixerGeometry
+from .metaplasticity import Metaplasticity, metaplasticity_off
+from .mixer_palimpsa_mamba2 import Mamba2Mixer, PalimpsaMixer
+from .modeling_palimpsa_mamba2 import (
+    PalimpsaMamba2ForCausalLM,
+    PalimpsaMamba2Model,
+    PalimpsaMamba2PreTrainedModel,
+)
+
+AutoConfig.register(PalimpsaMamba2Config.model_type, PalimpsaMamba2Config, exist_ok=True)
+AutoModel.register(PalimpsaMamba2Config, PalimpsaMamba2Model, exist_ok=True)
+AutoModelForCausalLM.register(PalimpsaMamba2Config, PalimpsaMamba2ForCausalLM, exist_ok=True)
+
+__all__ = [
+    "Mamba2Mixer",
+    "Metaplasticity",
+    "MixerGeometry",
+    "PalimpsaMamba2Config",
+    "PalimpsaMamba2ForCausalLM",
+    "PalimpsaMamba2Model",
+    "PalimpsaMamba2PreTrainedModel",
+    "PalimpsaMixer",
+    "metaplasticity_off",
+]

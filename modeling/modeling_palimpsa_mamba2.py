@@ -1,0 +1,363 @@
+"""Mamba2 causal language model in which any subset of layers is Palimpsa-M, for transformers 5.17 and later."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import ModelOutput
+
+from ..base.errors import CheckpointError, UsageError
+from .configuration_palimpsa_mamba2 import PalimpsaMamba2Config
+from .layout import SequenceLayout, sequence_layout
+from .metaplasticity import Metaplasticity
+from .mixer_palimpsa_mamba2 import Mamba2Mixer, PalimpsaMixer
+from .precision import compute_dtype
+from .states import CACHE_NAMES, take_cache
+
+logger = logging.getLogger(__name__)
+
+# Releases that name the cache `cache` rename every other name in outputs; before them `generate` looks for this one.
+_RENAMES_CACHE = hasattr(ModelOutput, "cache_params")
+
+
+@dataclass
+class PalimpsaMamba2Output(ModelOutput):
+    """Hidden states [B, T, D] after the last norm, the cache, and the input of every layer when asked for."""
+
+    last_hidden_state: Tensor | None = None
+    if _RENAMES_CACHE:
+        cache: object | None = None
+    else:
+        cache_params: object | None = None
+        cache = property(lambda self: self.cache_params)
+    hidden_states: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class PalimpsaMamba2CausalLMOutput(ModelOutput):
+    """Loss, logits [B, T, vocabulary], the cache, and the input of every layer when asked for."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    if _RENAMES_CACHE:
+        cache: object | None = None
+    else:
+        cache_params: object | None = None
+        cache = property(lambda self: self.cache_params)
+    hidden_states: tuple[Tensor, ...] | None = None
+
+
+_CACHE_FIELD = "cache" if _RENAMES_CACHE else "cache_params"
+
+
+class PalimpsaMamba2RMSNorm(nn.Module):
+    """RMSNorm computed in fp32, given out in the type of its weight."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        dtype = compute_dtype(hidden, self.weight)
+        wide = hidden.to(dtype)
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (normed * self.weight.to(dtype)).to(self.weight.dtype)
+
+
+class PalimpsaMamba2Block(GradientCheckpointingLayer):
+    """norm, mixer, and the residual stream around them (in fp32 when the config says so)."""
+
+    def __init__(self, config: PalimpsaMamba2Config, layer_idx: int) -> None:
+        super().__init__()
+        self.residual_in_fp32 = config.residual_in_fp32
+        self.norm = PalimpsaMamba2RMSNorm(config.hidden_size, config.layer_norm_epsilon)
+        mixer = PalimpsaMixer if layer_idx in config.palimpsa_layers else Mamba2Mixer
+        self.mixer = mixer(config.mixer_geometry(), layer_idx)
+
+    def forward(self, hidden: Tensor, cache=None, layout: SequenceLayout | None = None) -> Tensor:
+        """hidden [B, T, D] to the same shape."""
+        residual = hidden.to(compute_dtype(hidden)) if self.residual_in_fp32 else hidden
+        return residual + self.mixer(self.norm(hidden), cache=cache, layout=layout)
+
+
+class PalimpsaMamba2PreTrainedModel(PreTrainedModel):
+    """Loading, initialisation and what transformers needs to know of these models."""
+
+    config_class = PalimpsaMamba2Config
+    config: PalimpsaMamba2Config
+    base_model_prefix = "backbone"
+    _no_split_modules = ["PalimpsaMamba2Block"]
+    _skip_keys_device_placement = list(CACHE_NAMES)
+    # Searched for in parameter names; the class's own parameters, however the checkpoint stores them.
+    _keep_in_fp32_modules_strict = [
+        "mixer.A_log",
+        "mixer.dt_bias",
+        "mixer.D",
+        "metaplasticity.beta_scale",
+        "metaplasticity.log_prior",
+    ]
+    supports_gradient_checkpointing = True
+    _is_stateful = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """mamba_ssm's initialisation, and the paper's start for the new parameters.
+
+        Only through `transformers.initialization`: those functions leave alone what a checkpoint filled.
+        """
+        config = self.config
+        if isinstance(module, Mamba2Mixer):
+            _init_mixer(module, config)
+        elif isinstance(module, Metaplasticity):
+            init.uniform_(module.beta_scale, 0.1, 1.0)
+            init.zeros_(module.log_prior)
+            init.normal_(module.beta_down.weight, mean=0.0, std=0.02)
+            bound = config.beta_rank**-0.5
+            init.uniform_(module.beta_up.weight, -bound, bound)
+        elif isinstance(module, nn.Embedding) or (
+            isinstance(module, nn.Linear) and module.out_features == config.vocab_size
+        ):
+            init.normal_(module.weight, mean=0.0, std=config.initializer_range)
+        elif hasattr(module, "eps") and hasattr(module, "weight"):
+            init.ones_(module.weight)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
+        """As in transformers, but a model folder that lacks a tensor is an error, never a layer of random numbers.
+
+        Raises:
+            CheckpointError: tensors of this model are missing in the folder, or the folder has importance gates for
+                layers that its config does not list as swapped.
+        """
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        missing = sorted(info["missing_keys"])
+        if missing:
+            raise CheckpointError(
+                f"{pretrained_model_name_or_path}: {len(missing)} tensors that config.json calls for are missing "
+                f"({_some(missing)}); convert the source again, or correct palimpsa_layers"
+            )
+        stray = sorted(key for key in info["unexpected_keys"] if ".metaplasticity." in key)
+        if stray:
+            raise CheckpointError(
+                f"{pretrained_model_name_or_path}: has importance gates for layers that palimpsa_layers in config.json "
+                f"does not list ({_some(stray)}); correct palimpsa_layers"
+            )
+        return (model, info) if output_loading_info else model
+
+
+class PalimpsaMamba2Model(PalimpsaMamba2PreTrainedModel):
+    """Embedding, blocks and the last norm."""
+
+    def __init__(self, config: PalimpsaMamba2Config) -> None:
+        super().__init__(config)
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(PalimpsaMamba2Block(config, index) for index in range(config.num_hidden_layers))
+        self.norm_f = PalimpsaMamba2RMSNorm(config.hidden_size, config.layer_norm_epsilon)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embeddings
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embeddings = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        cache=None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs,
+    ) -> PalimpsaMamba2Output | tuple:
+        """Runs the blocks.
+
+        Args:
+            input_ids: [B, T]; or `inputs_embeds` [B, T, D].
+            attention_mask: [B, S], S >= T, zero for padding anywhere; the last T columns belong to these tokens.
+            position_ids: only read to find packed documents, where they start again at 0.
+            seq_idx: [B, T], the document each token belongs to.
+            cache: also under the names `cache_params` and `past_key_values`.
+            use_cache: return a cache; off by default in training, and for packed documents.
+            output_hidden_states: return the input of every block, and the last norm's output.
+            kwargs: `cu_seq_lens_q` tells packed documents; what else collators and trainers pass is ignored.
+
+        Raises:
+            UsageError: packed documents together with a cache; a mask that does not fit.
+        """
+        cache = take_cache({"cache": cache, **kwargs})
+        if (input_ids is None) == (inputs_embeds is None):
+            raise UsageError("the model was given both or neither of input_ids and inputs_embeds; give one")
+        hidden = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        shape = (hidden.shape[0], hidden.shape[1])
+        layout = sequence_layout(
+            shape,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            seq_idx=seq_idx,
+            cu_seqlens=kwargs.get("cu_seq_lens_q"),
+        )
+        packed = layout is not None and layout.packed
+        cache = self._resolve_cache(cache, use_cache, packed)
+        if packed:
+            hidden = hidden.reshape(1, -1, hidden.shape[-1])
+        inputs = []
+        for block in self.layers:
+            inputs.append(hidden)
+            hidden = block(hidden, cache=cache, layout=layout)
+        hidden = self.norm_f(hidden)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        outputs = {
+            "last_hidden_state": hidden.reshape(*shape, -1),
+            _CACHE_FIELD: cache if use_cache is not False else None,
+            "hidden_states": tuple(h.reshape(*shape, -1) for h in (*inputs, hidden)) if output_hidden_states else None,
+        }
+        output = PalimpsaMamba2Output(**outputs)
+        return output if _wants_dict(return_dict, self.config) else output.to_tuple()
+
+    def _resolve_cache(self, cache, use_cache: bool | None, packed: bool):
+        """The cache to write to, or None."""
+        if packed:
+            if cache is not None or use_cache:
+                raise UsageError(
+                    "packed documents were given together with a cache; a cache carries one sequence a row, "
+                    "so pass use_cache=False, or the documents as rows of a padded batch"
+                )
+            return None
+        if self.training and self.gradient_checkpointing and torch.is_grad_enabled():
+            # The backward pass runs each block again, and would write the states a second time.
+            return None
+        if use_cache is None:
+            use_cache = bool(self.config.use_cache) and not self.training
+        if cache is None and use_cache:
+            cache = DynamicCache(config=self.config)
+        return cache
+
+
+class PalimpsaMamba2ForCausalLM(PalimpsaMamba2PreTrainedModel, GenerationMixin):
+    """The backbone and a language modelling head, tied to the embedding when the config says so."""
+
+    _tied_weights_keys = {"lm_head.weight": "backbone.embeddings.weight"}  # transformers 5 wants a dict
+
+    def __init__(self, config: PalimpsaMamba2Config) -> None:
+        super().__init__(config)
+        self.backbone = PalimpsaMamba2Model(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.backbone.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.backbone.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        self.lm_head = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        cache=None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs,
+    ) -> PalimpsaMamba2CausalLMOutput | tuple:
+        """Logits, and the loss when labels are given.
+
+        Args:
+            labels: [B, T], shifted inside; -100 is ignored.
+            logits_to_keep: only the last so many positions (0 for all), or a tensor of positions.
+            kwargs: `num_items_in_batch` and the like reach the loss; the other arguments are those of the backbone.
+        """
+        outputs = self.backbone(
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            seq_idx=seq_idx,
+            cache=cache,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            **kwargs,
+        )
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        kept = outputs.last_hidden_state[:, keep]
+        logits = self.lm_head(kept.to(self.lm_head.weight.dtype))
+        logits = logits.to(compute_dtype(logits))
+        loss = None
+        if labels is not None:
+            kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        output = PalimpsaMamba2CausalLMOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            **{_CACHE_FIELD: outputs.cache},
+        )
+        return output if _wants_dict(return_dict, self.config) else output.to_tuple()
+
+    def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, attention_mask=None, **kwargs):
+        """As in transformers, with the cache under one name; a decoded token is never padding, so it needs no mask."""
+        cache = take_cache(kwargs)
+        decoding = cache is not None and next_sequence_length == 1 and not kwargs.get("is_first_iteration", False)
+        inputs = super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            attention_mask=None if decoding else attention_mask,
+            **kwargs,
+        )
+        inputs["cache"] = cache
+        return inputs
+
+
+def _init_mixer(mixer: Mamba2Mixer, config: PalimpsaMamba2Config) -> None:
+    heads = mixer.geometry.num_heads
+    device = mixer.A_log.device
+    init.copy_(mixer.A_log, torch.empty(heads, dtype=torch.float32, device=device).uniform_(1.0, 16.0).log())
+    init.ones_(mixer.D)
+    low, high = math.log(config.time_step_min), math.log(config.time_step_max)
+    step = torch.empty(heads, dtype=torch.float32, device=device).uniform_(low, high).exp()
+    step = step.clamp(min=config.time_step_floor)
+    init.copy_(mixer.dt_bias, step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+    init.kaiming_uniform_(mixer.conv1d.weight, a=math.sqrt(5))
+    init.kaiming_uniform_(mixer.in_proj.weight, a=math.sqrt(5))
+    # One residual branch a layer: its scale is 1 / sqrt(layers) at the start, as in GPT-2.
+    scale = config.num_hidden_layers if config.rescale_prenorm_residual else 1
+    bound = (1.0 / (mixer.out_proj.weight.shape[1] * scale)) ** 0.5
+    init.uniform_(mixer.out_proj.weight, -bound, bound)
+    for bias in (mixer.conv1d.bias, mixer.in_proj.bias, mixer.out_proj.bias):
+        if bias is not None:
+            init.zeros_(bias)
+
+
+def _wants_dict(return_dict: bool | None, config: PalimpsaMamba2Config) -> bool:
+    return bool(config.return_dict if return_dict is None else return_dict)
+
+
+def _some(names: list[str], count: int = 3) -> str:
+    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
