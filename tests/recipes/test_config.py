@@ -2,7 +2,6 @@
 
 import pytest
 import yaml
-
 from palimpsa_surgery.base.errors import UsageError
 from palimpsa_surgery.recipes.config import Recipe, dump_recipe, find_recipe, load_recipe, shipped_recipes
 

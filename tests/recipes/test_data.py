@@ -5,7 +5,6 @@ import json
 
 import numpy as np
 import pytest
-
 from palimpsa_surgery.base.errors import DataError
 from palimpsa_surgery.base.text import EMBEDDED_TEXT, embedded_checkpoint_path, load_tokenizer
 from palimpsa_surgery.recipes import data

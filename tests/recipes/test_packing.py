@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-
 from palimpsa_surgery.base.errors import DataError
 from palimpsa_surgery.recipes.data import TokenStore
 from palimpsa_surgery.recipes.packing import (
