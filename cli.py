@@ -4,18 +4,19 @@ Help has to answer at once, so nothing heavy is imported outside a verb.
 """
 
 import functools
-import inspect
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from . import __version__
-from .base.console import setup_logging, table
-from .base.errors import EXIT_FAILED, PalimpsaError
+from .base.console import human_bytes, human_count, human_seconds, setup_logging, table
+from .base.errors import EXIT_CHECK_FAILED, EXIT_FAILED, PalimpsaError
 
 app = typer.Typer(
     help="Give a pretrained Mamba2 a better memory: measure, plan, convert, fine-tune, evaluate, share.",
@@ -37,6 +38,13 @@ SeqLen = Annotated[int, typer.Option(help="Tokens in a window.")]
 Seed = Annotated[int, typer.Option(help="Of every random choice.")]
 Tokenizer = Annotated[str | None, typer.Option(help="Folder or Hub id of a tokenizer, when SRC has none.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU when there is one.")]
+Layers = Annotated[str | None, typer.Option(help="A count such as 8, or a list such as 4,8,11 (one layer: 8,).")]
+Rule = Annotated[str | None, typer.Option(help="How a count is chosen: window (default), rate, random, ...")]
+Init = Annotated[str | None, typer.Option(help="How the layers start: identity (default), calibrated or paper.")]
+Strength = Annotated[float | None, typer.Option(help="Mean growth of importance; for the calibrated start.")]
+BetaRank = Annotated[int | None, typer.Option(help="Rank of the importance gate.")]
+BetaGroups = Annotated[int | None, typer.Option(help="Importances per head, a divisor of the head size.")]
+ProfileFile = Annotated[Path | None, typer.Option(help="profile.json of the same checkpoint, to choose by.")]
 RequireKernels = Annotated[bool, typer.Option("--require-kernels", help="Fail where plain torch would step in.")]
 
 
@@ -60,11 +68,9 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
         "verbose": Annotated[bool, typer.Option("-v", "--verbose", help="Say more; show where an error came from.")],
         "quiet": Annotated[bool, typer.Option("-q", "--quiet", help="Say nothing but errors and results.")],
     }
-    own = inspect.signature(function).parameters.values()
-    added = [
-        inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY, annotation=a, default=False) for k, a in options.items()
-    ]
-    run.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+    own = signature(function).parameters.values()
+    added = [Parameter(k, Parameter.KEYWORD_ONLY, annotation=kind, default=False) for k, kind in options.items()]
+    run.__signature__ = Signature([*own, *added])  # type: ignore[attr-defined]
     run.__annotations__ = {**function.__annotations__, **options}
     return app.command()(run)
 
@@ -84,6 +90,10 @@ def _print_json(value: Any) -> None:
     from .base.files import dump_json
 
     print(dump_json(value), end="")
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if value is not None}
 
 
 def _device(name: str) -> str:
@@ -106,6 +116,21 @@ def _options(version: Annotated[bool, typer.Option("--version", help="Print the 
     if version:
         print(f"palimpsa-surgery {__version__}")
         raise typer.Exit
+
+
+@verb
+def inspect(src: Source, revision: Revision = None, json: Json = False) -> None:
+    """Show what a checkpoint is, without running it."""
+    from .surgery.checkpoint import open_checkpoint
+    from .surgery.inspection import LAYER_HEADERS, inspect_checkpoint
+
+    found = inspect_checkpoint(open_checkpoint(src, revision=revision))
+    if json:
+        _print_json(found.to_dict())
+        return
+    print(table(found.rows(), ("fact", "value")))
+    print(f"stored in {human_bytes(found.bytes)}\n")
+    print(table(found.layer_rows(), LAYER_HEADERS))
 
 
 @verb
@@ -158,19 +183,15 @@ def measure(
 @verb
 def plan(
     src: Source,
-    profile: Annotated[Path | None, typer.Option(help="profile.json of the same checkpoint; a count needs it.")] = None,
-    layers: Annotated[str, typer.Option(help="A count such as 8, or a list such as 4,8,11 (one layer: 8,).")] = "8",
-    rule: Annotated[
-        str, typer.Option(help="How a count is chosen: window, rate, strongest, random or all.")
-    ] = "window",
-    init: Annotated[str, typer.Option(help="How the layers start: identity, calibrated or paper.")] = "identity",
-    strength: Annotated[float | None, typer.Option(help="Mean growth of importance, calibrated start only.")] = None,
-    beta_rank: Annotated[int | None, typer.Option(help="Rank of the importance gate.")] = None,
-    beta_groups: Annotated[int | None, typer.Option(help="Importances per head, a divisor of the head size.")] = None,
+    profile: ProfileFile = None,
+    layers: Layers = None,
+    rule: Rule = None,
+    init: Init = None,
+    strength: Strength = None,
+    beta_rank: BetaRank = None,
+    beta_groups: BetaGroups = None,
     seed: Seed = 0,
-    out: Annotated[Path, typer.Option("-o", "--out", help="The plan, meant to be read and edited.")] = Path(
-        "plan.yaml"
-    ),
+    out: Annotated[Path, typer.Option("-o", "--out", help="The plan, to be read and edited.")] = Path("plan.yaml"),
     revision: Revision = None,
     force: Force = False,
     json: Json = False,
@@ -185,13 +206,11 @@ def plan(
     made = make_plan(
         open_checkpoint(src, revision=revision),
         None if profile is None else read_profile(profile),
-        layers=parse_layers(layers),
-        rule=rule,
-        init=init,
         strength=strength,
         beta_rank=beta_rank,
         beta_groups=beta_groups,
         seed=seed,
+        **_given(layers=layers and parse_layers(layers), rule=rule, init=init),
     )
     write_plan(made, out)
     if json:
@@ -199,6 +218,147 @@ def plan(
         return
     print(table([(layer, made.reasons.get(layer, "")) for layer in made.layers], ("layer", "reason")))
     print(f"\nstart: {made.init}, rank {made.beta_rank}, {made.beta_groups} importance(s) a head\nwrote {out}")
+
+
+@verb
+def convert(
+    src: Source,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The model folder to write.")],
+    plan: Annotated[Path | None, typer.Option(help="A plan.yaml; otherwise one is made from the options.")] = None,
+    layers: Layers = None,
+    profile: ProfileFile = None,
+    rule: Rule = None,
+    init: Init = None,
+    strength: Strength = None,
+    beta_rank: BetaRank = None,
+    beta_groups: BetaGroups = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 (default: the source's).")] = None,
+    verify: Annotated[str, typer.Option(help="What is compared with the source: auto, logits, layers, none.")] = "auto",
+    data: Data = None,
+    tokens: Tokens = 65536,
+    seq_len: SeqLen = 2048,
+    seed: Annotated[int | None, typer.Option(help="Of every random choice (default 0).")] = None,
+    device: Device = "auto",
+    tokenizer: Tokenizer = None,
+    revision: Revision = None,
+    force: Force = False,
+    json: Json = False,
+) -> None:
+    """Swap layers for Palimpsa-M, prove the result, write a model folder."""
+    from .surgery.convert import MeasureOptions
+    from .surgery.convert import convert as run
+    from .surgery.plan import parse_layers
+
+    report = run(
+        src,
+        out,
+        plan=plan,
+        profile=profile,
+        layers=layers and parse_layers(layers),
+        measuring=MeasureOptions(data, tokens, seq_len, seed or 0, _device(device), tokenizer),
+        dtype=dtype,
+        verify=verify,
+        force=force,
+        revision=revision,
+        **_given(rule=rule, init=init, strength=strength, beta_rank=beta_rank, beta_groups=beta_groups, seed=seed),
+    )
+    if json:
+        _print_json(report.model_dump(mode="json"))
+        return
+    rows = [
+        ("layers swapped", ", ".join(map(str, report.layers))),
+        ("start", report.init),
+        ("parameters", f"{human_count(report.parameters)}, {human_count(report.added)} of them new, {report.dtype}"),
+        *report.verification_lines().items(),
+        *(("note", note) for note in report.notes),
+    ]
+    print(table(rows, ("what", "result")))
+    print(f"\nwrote {out}")
+
+
+@verb
+def finetune(
+    model: Model,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Recipe changes.")] = None,
+    recipe: Annotated[str, typer.Option(help="Name of a shipped recipe, or a file.")] = "cpu",
+    out: Annotated[Path, typer.Option("-o", "--out", help="The run folder.")] = Path("run"),
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run.")] = False,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Same numbers twice, or a refusal.")] = False,
+    require_kernels: RequireKernels = False,
+    revision: Revision = None,
+    force: Force = False,
+    json: Json = False,
+) -> None:
+    """Fine-tune a model by a recipe."""
+    from .recipes.finetune import finetune as run
+
+    switches = {"deterministic": deterministic, "require_kernels": require_kernels}
+    overrides = [*(overrides or []), *(f"{key}=true" for key, on in switches.items() if on)]
+    result = run(model, recipe, out, resume=resume, overrides=overrides, force=force, revision=revision)
+    if json:
+        _print_json({**asdict(result), "folder": result.folder.name, "final": result.final.name})
+        return
+    rows = [(step, loss, error) for step, loss, error in result.validation]
+    if rows:
+        print(table(rows, ("step", "validation loss", "+-")) + "\n")
+    print(f"{result.steps} steps, {human_count(result.tokens)} tokens, {human_seconds(result.seconds)}")
+    print(f"wrote {result.final}")
+
+
+@verb
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to add at most.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token; above, samples.")] = 0.0,
+    seed: Seed = 0,
+    device: Device = "auto",
+    tokenizer: Tokenizer = None,
+    revision: Revision = None,
+    require_kernels: RequireKernels = False,
+    json: Json = False,
+) -> None:
+    """Continue a text."""
+    from .recipes.generation import generate as run
+
+    _require_kernels(require_kernels)
+    text = run(
+        model,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        device=_device(device),
+        tokenizer=tokenizer,
+        revision=revision,
+    )
+    if json:
+        _print_json({"prompt": prompt, "text": text})
+    else:
+        print(prompt + text)
+
+
+@verb
+def doctor(device: Device = "auto", require_kernels: RequireKernels = False, json: Json = False) -> None:
+    """Show what is installed and check the kernels on this machine."""
+    from .surgery.doctor import diagnose
+
+    _require_kernels(require_kernels)
+    found = diagnose(_device(device))
+    if json:
+        _print_json(found.to_dict())
+    else:
+        packages = [(name, version or "not installed") for name, version in found.versions.items()]
+        print(table(packages, ("package", "version")))
+        print(f"\ndevice  {found.device}\n")
+        for part in found.backends:
+            print(f"{part.part}: {part.chosen or 'NOTHING'}")
+            print("\n".join(f"  {name}: {reason or 'works here'}" for name, reason in part.unavailable.items()) + "\n")
+        rows = [(c.name, c.error, c.tolerance, "ok" if c.ok else f"WRONG {c.note}") for c in found.checks]
+        print(table(rows, ("check against fp64", "error", "limit", "")))
+    if not found.ok:
+        print("error: a kernel is wrong or missing here; see the lines above", file=sys.stderr)
+        raise typer.Exit(EXIT_CHECK_FAILED)
 
 
 def main() -> None:

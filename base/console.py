@@ -112,7 +112,7 @@ def table(rows: Iterable[Sequence[Any]], headers: Sequence[str]) -> str:
             for text, width, is_right in zip(row, widths, right, strict=True)
         ).rstrip()
 
-    return "\n".join([line(rows[0]), "  ".join("-" * width for width in widths), *(line(row) for row in cells)])
+    return "\n".join([line(rows[0]), line(["-" * width for width in widths]), *(line(row) for row in cells)])
 
 
 def _cell(value: Any) -> str:
