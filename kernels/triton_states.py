@@ -1,0 +1,182 @@
+# ruff: noqa: E501  (kernel signatures are long; I is the importance)
+"""The two states at block boundaries: forwards by matrix products, and their gradients backwards.
+
+Both states are linear recurrences with one scalar decay a head, so over a block with cumulative log decay g
+    M_end = exp(g_end) M_start + sum_s exp(g_end - g_s) v_s (x) k_s          (J with beta and k^2)
+and no decay is ever divided by.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .triton_blocks import Blocks
+
+
+@triton.jit
+def load_log_decay(p, m):
+    """Log decays as fp32, 0 where masked. exp(-104) is 0 in fp32: going lower only costs digits in cumulative sums."""
+    return tl.maximum(tl.load(p, mask=m, other=0.0).to(tl.float32), -104.0)
+
+
+@triton.jit
+def block_states_kernel(
+    k, v, beta, log_decay, initial_M, initial_J, M_out, J_out, table, documents, head0, heads, n_blocks,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, WITH_J: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    NKB: tl.constexpr = (N + BK - 1) // BK
+    NVB: tl.constexpr = (P + BV - 1) // BV
+    pid = tl.program_id(0)
+    i_k = pid % NKB
+    i_v = (pid // NKB) % NVB
+    row = pid // (NKB * NVB)
+    i_d = row // heads
+    i_l = row % heads
+    i_h = head0 + i_l
+    i_g = i_h // (H // G)
+    ok = i_k * BK + tl.arange(0, BK)
+    ov = i_v * BV + tl.arange(0, BV)
+    ot = tl.arange(0, C)
+    inside = (ov < P)[:, None] & (ok < N)[None, :]
+    tile = ov[:, None] * N + ok[None, :]
+    M = tl.zeros([BV, BK], tl.float32)
+    J = tl.zeros([BV, BK], tl.float32)
+    state_row = (i_d * H + i_h).to(tl.int64) * (N * P)
+    if HAS_INITIAL:
+        M = tl.load(initial_M + state_row + tile, mask=inside, other=0.0)
+        if WITH_J:
+            J = tl.load(initial_J + state_row + tile, mask=inside, other=0.0)
+    first = tl.load(documents + i_d)
+    last = tl.load(documents + i_d + 1)
+    for j in range(last - first):
+        block = first + j
+        at = (block.to(tl.int64) * heads + i_l) * (N * P)
+        tl.store(M_out + at + tile, M.to(M_out.dtype.element_ty), mask=inside)
+        if WITH_J:
+            tl.store(J_out + at + tile, J.to(J_out.dtype.element_ty), mask=inside)
+        start = tl.load(table + block * 3).to(tl.int64)
+        count = tl.load(table + block * 3 + 1)
+        for c in range(0, count, C):
+            m = c + ot < count
+            t = start + c + ot
+            kk = tl.load(
+                k + (t[:, None] * G + i_g) * N + ok[None, :], mask=m[:, None] & (ok < N)[None, :], other=0.0
+            ).to(tl.float32)
+            px = (t[:, None] * H + i_h) * P + ov[None, :]
+            mv = m[:, None] & (ov < P)[None, :]
+            g = tl.cumsum(load_log_decay(log_decay + t * H + i_h, m), 0)
+            g_end = tl.sum(tl.where(ot == C - 1, g, 0.0), 0)
+            w = tl.exp(g_end - g)[:, None]
+            A = tl.exp(g_end)
+            vv = tl.load(v + px, mask=mv, other=0.0).to(tl.float32) * w
+            M = tl.dot(tl.trans(vv.to(DOT)), kk.to(DOT), A * M, input_precision=PREC)
+            if WITH_J:
+                bb = tl.load(beta + px, mask=mv, other=0.0).to(tl.float32) * w
+                J = tl.dot(tl.trans(bb.to(DOT)), (kk * kk).to(DOT), A * J, input_precision=PREC)
+    # The slots behind the last block hold the final states.
+    at = ((n_blocks + i_d).to(tl.int64) * heads + i_l) * (N * P)
+    tl.store(M_out + at + tile, M.to(M_out.dtype.element_ty), mask=inside)
+    if WITH_J:
+        tl.store(J_out + at + tile, J.to(J_out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def reverse_states_kernel(
+    log_decay, dM, dJ, last_dM, last_dJ, first_dM, first_dJ, table, documents, head0, heads,
+    H: tl.constexpr, PN: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, HAS_LAST: tl.constexpr, STORE_FIRST: tl.constexpr, WITH_J: tl.constexpr,
+):  # fmt: skip
+    # dM[block] comes in as the block's own contribution and leaves as the gradient of the state at the block's END.
+    pid = tl.program_id(0)
+    NB: tl.constexpr = (PN + BLOCK - 1) // BLOCK
+    at = (pid % NB) * BLOCK + tl.arange(0, BLOCK)
+    m = at < PN
+    row = pid // NB
+    i_d = row // heads
+    i_l = row % heads
+    i_h = head0 + i_l
+    os = tl.arange(0, S)
+    state_row = (i_d * H + i_h).to(tl.int64) * PN
+    carry_M = tl.zeros([BLOCK], tl.float32)
+    carry_J = tl.zeros([BLOCK], tl.float32)
+    if HAS_LAST:
+        carry_M = tl.load(last_dM + state_row + at, mask=m, other=0.0)
+        if WITH_J:
+            carry_J = tl.load(last_dJ + state_row + at, mask=m, other=0.0)
+    first = tl.load(documents + i_d)
+    last = tl.load(documents + i_d + 1)
+    for j in range(last - first):
+        block = last - 1 - j
+        start = tl.load(table + block * 3).to(tl.int64)
+        count = tl.load(table + block * 3 + 1)
+        A = tl.exp(tl.sum(load_log_decay(log_decay + (start + os) * H + i_h, os < count), 0))
+        p = (block.to(tl.int64) * heads + i_l) * PN + at
+        own_M = tl.load(dM + p, mask=m, other=0.0).to(tl.float32)
+        tl.store(dM + p, carry_M.to(dM.dtype.element_ty), mask=m)
+        carry_M = A * carry_M + own_M
+        if WITH_J:
+            own_J = tl.load(dJ + p, mask=m, other=0.0).to(tl.float32)
+            tl.store(dJ + p, carry_J.to(dJ.dtype.element_ty), mask=m)
+            carry_J = A * carry_J + own_J
+    if STORE_FIRST:
+        tl.store(first_dM + state_row + at, carry_M, mask=m)
+        if WITH_J:
+            tl.store(first_dJ + state_row + at, carry_J, mask=m)
+
+
+def power_of_two(n: int, least: int = 16) -> int:
+    """The size a tensor dimension is padded to inside a kernel."""
+    return max(least, triton.next_power_of_2(n))
+
+
+def dot_types(*tensors: Tensor):
+    """How matrix products take their operands: (Triton dtype, precision of fp32 operands).
+
+    bf16 inputs use bf16; fp16 ones go through tf32, which has their digits and a range that k^2 cannot leave; fp32
+    ones are exact.
+    """
+    if all(x.dtype == torch.bfloat16 for x in tensors):
+        return tl.bfloat16, "ieee"
+    if any(x.dtype in (torch.bfloat16, torch.float16) for x in tensors):
+        return tl.float32, "tf32"
+    return tl.float32, "ieee"
+
+
+def block_states(k, v, beta, log_decay, blocks: Blocks, initial, out, *, head0=0, heads=None, token_tile=64) -> None:
+    """Write the states at every block's start into `out`, and behind them each document's final states.
+
+    Args:
+        k: [tokens, G, N].
+        v: [tokens, H, P]; beta likewise, or None to leave J out.
+        log_decay: [tokens, H].
+        blocks: the layout of the tokens.
+        initial: (M, J) [rows, H, P, N] fp32, or None.
+        out: (M, J) [blocks.count + rows, heads, P, N] of any floating dtype.
+        head0: the first head; `heads` are done (all by default).
+        token_tile: tokens of one matrix product.
+    """
+    G, N = k.shape[1:]
+    H, P = v.shape[1:]
+    heads = H if heads is None else heads
+    dot, precision = dot_types(k, v)
+    BK, BV = min(64, power_of_two(N)), min(64, power_of_two(P))
+    C = max(16, min(token_tile, power_of_two(blocks.size)))
+    if dot == tl.float32:
+        BK, BV, C = min(32, BK), min(32, BV), min(32, C)
+    block_states_kernel[(blocks.rows * heads * triton.cdiv(N, BK) * triton.cdiv(P, BV),)](
+        k, v, beta, log_decay, *(initial or (None, None)), *out, blocks.table, blocks.documents, head0, heads, blocks.count,
+        H, G, N, P, BK, BV, C, initial is not None, beta is not None, dot, precision, num_warps=4,
+    )  # fmt: skip
+
+
+def reverse_states(log_decay, dM, dJ, last, first, blocks: Blocks, PN: int, head0: int, heads: int) -> None:
+    """Turn each block's own state gradient into the gradient at its end, in place; see `reverse_states_kernel`.
+
+    `last` is (dM, dJ) of the final states or None, `first` where those of the initial states go or None.
+    """
+    BLOCK = min(1024, power_of_two(PN))
+    reverse_states_kernel[(blocks.rows * heads * triton.cdiv(PN, BLOCK),)](
+        log_decay, dM, dJ, *(last or (None, None)), *(first or (None, None)), blocks.table, blocks.documents, head0, heads,
+        log_decay.shape[1], PN, BLOCK, power_of_two(blocks.size), last is not None, first is not None, dJ is not None, num_warps=4,
+    )  # fmt: skip

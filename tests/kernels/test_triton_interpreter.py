@@ -1,0 +1,24 @@
+"""Runs `test_triton_cases.py` in a process of its own under Triton's interpreter, where there is no GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+CASES = Path(__file__).with_name("test_triton_cases.py")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs the cases themselves")
+def test_the_plain_kernels_under_the_interpreter():
+    pytest.importorskip("triton")
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES)]
+    result = subprocess.run(
+        command, env=env, capture_output=True, text=True, cwd=CASES.parent.parent.parent, timeout=280
+    )
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+    assert " passed" in result.stdout, result.stdout[-500:]
+    assert "skipped" not in result.stdout.splitlines()[-1], result.stdout[-500:]
