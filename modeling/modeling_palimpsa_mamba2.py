@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput
 
 from ..base.errors import CheckpointError, UsageError
@@ -23,8 +24,9 @@ from .states import CACHE_NAMES, take_cache
 
 logger = logging.getLogger(__name__)
 
-# Releases that name the cache `cache` rename every other name in outputs; before them `generate` looks for this one.
-_RENAMES_CACHE = hasattr(ModelOutput, "cache_params")
+# 5.24 calls the cache `cache` everywhere; 5.17 looks for `cache_params` in the outputs of a model of this name.
+_ONE_CACHE_NAME = "cache" in CausalLMOutputWithPast.__dataclass_fields__
+_CACHE_FIELD = "cache" if _ONE_CACHE_NAME else "cache_params"
 
 
 @dataclass
@@ -32,7 +34,7 @@ class PalimpsaMamba2Output(ModelOutput):
     """Hidden states [B, T, D] after the last norm, the cache, and the input of every layer when asked for."""
 
     last_hidden_state: Tensor | None = None
-    if _RENAMES_CACHE:
+    if _ONE_CACHE_NAME:
         cache: object | None = None
     else:
         cache_params: object | None = None
@@ -46,15 +48,12 @@ class PalimpsaMamba2CausalLMOutput(ModelOutput):
 
     loss: Tensor | None = None
     logits: Tensor | None = None
-    if _RENAMES_CACHE:
+    if _ONE_CACHE_NAME:
         cache: object | None = None
     else:
         cache_params: object | None = None
         cache = property(lambda self: self.cache_params)
     hidden_states: tuple[Tensor, ...] | None = None
-
-
-_CACHE_FIELD = "cache" if _RENAMES_CACHE else "cache_params"
 
 
 class PalimpsaMamba2RMSNorm(nn.Module):

@@ -1,0 +1,110 @@
+"""Writes the model's code as flat files, so that a model folder loads in a process without this package.
+
+transformers runs remote code from one folder, where a file may only say `from .x import y`; it copies the files that
+it finds so named, and refuses to start when a file names an absolute package that is not installed, unless the import
+stands in a `try`. So modules get flat names (`kernels/api.py` becomes `kernels_api.py`), relative imports follow,
+imports of optional packages are put into a `try`, and the main file names every other one.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..base.files import write_text
+
+_ROOT = Path(__file__).resolve().parent.parent
+_CONFIGURATION, _MODEL = "configuration_palimpsa_mamba2", "modeling_palimpsa_mamba2"
+_REQUIRED = {"torch", "transformers"}
+_HEADER = "# Part of palimpsa-surgery (Apache-2.0), written beside the model so that it loads without the package.\n"
+
+
+def auto_map() -> dict[str, str]:
+    """What `auto_map` in config.json must say for the Auto classes to find the flat files."""
+    return {
+        "AutoConfig": f"{_CONFIGURATION}.PalimpsaMamba2Config",
+        "AutoModel": f"{_MODEL}.PalimpsaMamba2Model",
+        "AutoModelForCausalLM": f"{_MODEL}.PalimpsaMamba2ForCausalLM",
+    }
+
+
+def bundle_remote_code(folder: str | Path) -> tuple[str, ...]:
+    """Writes the flat files into `folder`, over those of an earlier bundle.
+
+    Args:
+        folder: a model folder; `config.json` there is not touched, see `auto_map`.
+
+    Returns:
+        The names of the files, sorted.
+    """
+    folder = Path(folder)
+    sources = {flat_name(part, path.stem): (part, path) for part, path in _sources()}
+    for name, (part, path) in sources.items():
+        text = flatten(path.read_text(encoding="utf-8"), part)
+        if name == _MODEL:
+            text += _reach(sorted(sources.keys() - {name}))
+        write_text(folder / f"{name}.py", _HEADER + text)
+    return tuple(sorted(f"{name}.py" for name in sources))
+
+
+def flat_name(part: str, module: str) -> str:
+    """The flat name of a module: those of `modeling` keep theirs, others take their part's name in front."""
+    return module if part == "modeling" else f"{part}_{module}"
+
+
+def flatten(source: str, part: str) -> str:
+    """The source of a module of `part` ("base", "kernels" or "modeling"), with its imports fit for a flat folder."""
+    lines = source.splitlines(keepends=True)
+    nodes = list(_imports(ast.parse(source), guarded=False))
+    for node, guarded in sorted(nodes, key=lambda pair: pair[0].lineno, reverse=True):
+        first, last = node.lineno - 1, node.end_lineno
+        text = "".join(lines[first:last])
+        lines[first:last] = [_rewritten(text, node, part, guarded)]
+    return "".join(lines)
+
+
+def _sources() -> Iterator[tuple[str, Path]]:
+    yield "base", _ROOT / "base" / "errors.py"
+    for part in ("kernels", "modeling"):
+        for path in sorted((_ROOT / part).glob("*.py")):
+            if path.name not in ("__init__.py", "bundle.py"):
+                yield part, path
+
+
+def _imports(node: ast.AST, guarded: bool) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+    """Every import statement, with whether it stands in a `try`."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        yield node, guarded
+    for child in ast.iter_child_nodes(node):
+        yield from _imports(child, guarded or isinstance(node, ast.Try))
+
+
+def _rewritten(text: str, node: ast.Import | ast.ImportFrom, part: str, guarded: bool) -> str:
+    indent = text[: len(text) - len(text.lstrip())]
+    if isinstance(node, ast.ImportFrom) and node.level:
+        return _relative(text, indent, node, part)
+    names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+    packages = {name.split(".")[0] for name in names}
+    if guarded or packages <= _REQUIRED | sys.stdlib_module_names:
+        return text
+    inner = "".join(f"    {line}" for line in text.splitlines(keepends=True))
+    return f"{indent}try:\n{inner}{indent}except ImportError:\n{indent}    raise\n"
+
+
+def _relative(text: str, indent: str, node: ast.ImportFrom, part: str) -> str:
+    path = (node.module or "").split(".") if node.module else []
+    if node.level == 2:
+        part = path.pop(0)
+    if not path:  # from . import module
+        names = [(alias.name, alias.asname or alias.name) for alias in node.names]
+        return "".join(f"{indent}from . import {flat_name(part, name)} as {local}\n" for name, local in names)
+    return re.sub(r"from\s+\.+[\w.]*\s+import", f"from .{flat_name(part, '.'.join(path))} import", text, count=1)
+
+
+def _reach(names: list[str]) -> str:
+    """Names the other files where transformers looks for what to copy; never run, they are imported when needed."""
+    imports = "".join(f"    from .{name} import *\n" for name in names)
+    return f"\n\nif False:  # what must be copied along with this file\n{imports}"
