@@ -309,7 +309,7 @@ def _limit(where: str, value: Any) -> tuple[float, float]:
 
 def _unknown(where: str, content: dict[str, Any]) -> str:
     kind = content.get("model_type")
-    if kind is not None:
+    if kind not in (None, "mamba2", "palimpsa_mamba2"):
         return (
             f"{where}:model_type: is {kind!r}, expected mamba2 (or mamba_ssm's own config); only models of Mamba2 "
             "blocks alone are supported"

@@ -7,9 +7,11 @@ short. Mappings are private, so writing into a loaded tensor never reaches the f
 from __future__ import annotations
 
 import json
+import logging
 import math
 import mmap
 import pickle
+import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +20,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..base.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 SAFETENSORS_DTYPES = {
     "F64": torch.float64,
@@ -35,6 +39,9 @@ SAFETENSORS_DTYPES = {
 }
 # The format's own limit: a longer header is a file of another kind read as safetensors.
 MAX_HEADER_BYTES = 100_000_000
+_LFS_POINTER = b"version https://git-lfs"
+# What torch says of a pickle that wants to build anything but tensors; its other complaints are of broken bytes.
+_UNSAFE = re.compile(r"Unsupported (global|class)|GLOBAL|Trying to (call|set|instantiate)")
 # Training frameworks put the weights one level down, beside optimizer state.
 _NESTED_KEYS = ("state_dict", "model_state_dict", "model")
 
@@ -136,6 +143,8 @@ class TorchFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.mapped = zipfile.is_zipfile(path)
+        if not self.mapped:
+            logger.warning("%s: is in torch's format from before 1.6, which is read whole into memory", path.name)
         self._tensors = _only_tensors(path, self._read())
         self.tensors = {
             name: TensorInfo(tuple(tensor.shape), tensor.dtype, (path.name, tensor.data_ptr()))
@@ -146,7 +155,7 @@ class TorchFile:
         try:
             return torch.load(self.path, map_location="cpu", mmap=self.mapped, weights_only=True)
         except pickle.UnpicklingError as error:
-            if "weights_only" not in str(error).lower() and "unsupported" not in str(error).lower():
+            if not _UNSAFE.search(str(error)):
                 raise _not_torch(self.path, error) from error
             raise CheckpointError(
                 f"{self.path.name}: holds pickled objects besides tensors, which could run code and are refused; "
@@ -164,6 +173,9 @@ def open_weights(path: Path) -> WeightsFile:
     """Opens one weights file by its suffix: `.safetensors`, anything else is read as a torch file."""
     if path.stat().st_size == 0:
         raise CheckpointError(f"{path.name}: is empty; download or copy the file again")
+    with path.open("rb") as stream:
+        if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise CheckpointError(f"{path.name}: is a Git LFS pointer, not the weights; fetch them with git lfs pull")
     return SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
 
 
@@ -200,7 +212,7 @@ def _only_tensors(path: Path, content: Any) -> dict[str, torch.Tensor]:
     for name, value in content.items():
         if not isinstance(value, torch.Tensor) or not isinstance(name, str):
             raise CheckpointError(
-                f"{path.name}: entry {name!r} is a {type(value).__name__}, expected a tensor; "
+                f"{path.name}: entry {name!r} is of type {type(value).__name__}, expected a tensor; "
                 "save the model's state dict alone"
             )
         if value.layout != torch.strided or value.is_quantized:
@@ -215,7 +227,9 @@ def _not_safetensors(path: Path, why: str) -> CheckpointError:
 
 
 def _not_torch(path: Path, error: Exception) -> CheckpointError:
-    reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
+    # torch explains its refusals at length and over many lines; the reason follows the last of these words.
+    lines = str(error).rsplit("WeightsUnpickler error:", 1)[-1].strip().splitlines() or [type(error).__name__]
+    reason = lines[0].split(". ")[0]
     return CheckpointError(
         f"{path.name}: cannot be read as a torch file ({reason}); it may be cut short: download or copy the file again"
     )
