@@ -279,8 +279,8 @@ def convert(
 @verb
 def finetune(
     model: Model,
+    recipe: Annotated[str, typer.Option(help="Name of a shipped recipe, or a file.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Recipe changes.")] = None,
-    recipe: Annotated[str, typer.Option(help="Name of a shipped recipe, or a file.")] = "cpu",
     out: Annotated[Path, typer.Option("-o", "--out", help="The run folder.")] = Path("run"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run.")] = False,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Same numbers twice, or a refusal.")] = False,
