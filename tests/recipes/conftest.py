@@ -12,7 +12,7 @@ from palimpsa_surgery.modeling.modeling_palimpsa_mamba2 import PalimpsaMamba2For
 SIZES = {
     "vocab_size": 4096,
     "hidden_size": 16,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_heads": 4,
     "head_dim": 8,
     "state_size": 8,
@@ -51,7 +51,7 @@ def model_folder(tmp_path_factory):
 def text(tmp_path_factory):
     """Forty documents of a few dozen tokens."""
     path = tmp_path_factory.mktemp("text") / "text.jsonl"
-    words = "the quick table of an index reads every row before a commit ends the statement".split()
+    words = ["the", "quick", "table", "of", "an", "index", "reads", "every", "row", "before", "commit", "ends"]
     with path.open("w") as stream:
         for number in range(40):
             document = " ".join(words[(number * i + i // 3) % len(words)] for i in range(20 + number % 7))
@@ -61,15 +61,16 @@ def text(tmp_path_factory):
 
 @pytest.fixture
 def recipe(text, tmp_path):
-    """Six steps of two short windows."""
+    """Four steps of four short windows."""
     return {
         "schema_version": 1,
-        "steps": 6,
+        "steps": 4,
         "batch_size": 4,
         "micro_batch_size": 2,
         "lr": 1e-3,
         "lr_new": 1e-2,
         "warmup": 2,
+        "eval_windows": 2,
         "data": {
             "train": str(text),
             "seq_len": 24,

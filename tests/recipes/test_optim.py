@@ -1,5 +1,7 @@
 """What trains in each mode, at which rate, with which decay; and the schedule."""
 
+import itertools
+
 import pytest
 from palimpsa_surgery.base.errors import UsageError
 from palimpsa_surgery.recipes.config import load_recipe
@@ -105,7 +107,7 @@ def test_cosine_warms_up_falls_and_ends_at_its_floor():
     recipe = load_recipe({"steps": 11, "warmup": 2, "min_lr_ratio": 0.1})
     factors = [lr_factor(step, recipe) for step in range(11)]
     assert factors[:3] == [0.5, 1.0, 1.0]
-    assert all(a > b for a, b in zip(factors[2:], factors[3:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(factors[2:]))
     assert factors[6] == pytest.approx(0.55, abs=1e-9)
     assert factors[-1] == pytest.approx(0.1)
 

@@ -1,0 +1,100 @@
+"""The trained model as a folder like the one it came from: plain transformers loads it, the next stage reads it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..base.files import load_json, output_folder, write_json
+from ..modeling.bundle import auto_map, bundle_remote_code
+from ..modeling.configuration_palimpsa_mamba2 import PalimpsaMamba2Config
+from ..surgery.checkpoint import Checkpoint
+from ..surgery.loading import keeps_fp32
+from ..surgery.writer import TensorSpec, write_tensors
+from .checkpointing import full_tensor, trained_parameters
+from .config import Recipe, dump_recipe
+
+logger = logging.getLogger(__name__)
+
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth")
+
+
+def stored_dtype(name: str, source: torch.dtype, asked: str) -> torch.dtype:
+    """The dtype a tensor is written in: rates and scales fp32, the rest as asked, or as the source has it."""
+    if keeps_fp32(name):
+        return torch.float32
+    return source if asked == "source" else getattr(torch, asked)
+
+
+def save_model(module: nn.Module, checkpoint: Checkpoint, out: Path, recipe: Recipe, *, main: bool = True) -> None:
+    """Writes the model folder `out`, whole or not at all. Every process calls it; the main one writes.
+
+    What trained comes from `module`, what was frozen bit for bit from `checkpoint`. Tokenizer, generation config,
+    plan, profile, report and card of the source come along.
+    """
+    trained = gather(module, keep=main)
+    if not main:
+        return
+    prefix = "model."
+    values = {name.removeprefix(prefix): tensor for name, tensor in trained.items()}
+    write_model(checkpoint, out, lambda name: values[name] if name in values else checkpoint.load(name), recipe)
+
+
+def gather(module: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
+    """Whole trained tensors on the CPU by name; a collective call where parameters are sharded."""
+    tensors = {}
+    for name, parameter in trained_parameters(module).items():
+        whole = full_tensor(parameter.detach())
+        if keep:
+            tensors[name] = whole.cpu()
+    return tensors
+
+
+def write_model(checkpoint: Checkpoint, out: Path, load: Callable[[str], Tensor], recipe: Recipe) -> None:
+    """A model folder with the tensors that `load` gives and everything else from `checkpoint`."""
+    specs = [
+        TensorSpec(name, entry.shape, stored_dtype(name, entry.dtype, recipe.save_dtype))
+        for name, entry in checkpoint.tensors.items()
+    ]
+    with output_folder(out, force=True) as folder:
+        carry_along(checkpoint, folder)
+        write_tensors(folder, specs, load)
+        main_dtype = checkpoint.dtype if recipe.save_dtype == "source" else getattr(torch, recipe.save_dtype)
+        write_json(folder / "config.json", model_config(checkpoint, main_dtype))
+        bundle_remote_code(folder)
+        (folder / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+    logger.info("saved %s", out)
+
+
+def carry_along(checkpoint: Checkpoint, folder: Path) -> None:
+    """Copies the files beside the weights: of a converted model all, of another one tokenizer and generation config."""
+    if checkpoint.layout != "palimpsa_mamba2":
+        files = [
+            path for path in (*checkpoint.tokenizer_files, checkpoint.path / "generation_config.json") if path.is_file()
+        ]
+    else:
+        files = [path for path in sorted(checkpoint.path.iterdir()) if path.is_file() and not _is_weights(path)]
+    for path in files:
+        shutil.copyfile(path, folder / path.name)
+
+
+def model_config(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Any]:
+    """The content of `config.json`: a converted model's own with the new dtype, else one made from the source's."""
+    if checkpoint.layout == "palimpsa_mamba2":
+        config = load_json(checkpoint.path / "config.json")
+    else:
+        config = json.loads(PalimpsaMamba2Config(**checkpoint.config).to_json_string(use_diff=False))
+    config.pop("torch_dtype", None)
+    config.update(architectures=["PalimpsaMamba2ForCausalLM"], auto_map=auto_map())
+    return {**config, "dtype": str(dtype).removeprefix("torch.")}
+
+
+def _is_weights(path: Path) -> bool:
+    return any(path.match(pattern) for pattern in _WEIGHTS)

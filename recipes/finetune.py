@@ -1,0 +1,235 @@
+"""Fine-tuning from a model folder and a recipe to a run folder: everything around the loop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..base.console import human_count, human_seconds
+from ..base.errors import OutputExistsError, UsageError
+from ..base.files import write_text
+from ..base.text import load_tokenizer
+from ..kernels.api import set_require_kernels
+from ..surgery.checkpoint import Checkpoint, open_checkpoint
+from ..surgery.loading import load_model
+from .checkpointing import Position, latest_checkpoint, load_checkpoint, model_key, prune
+from .config import Recipe, dump_recipe, load_recipe
+from .data import open_text
+from .evaluate import evaluate_loss
+from .export import save_model
+from .loop import Training, read_metrics, train, write_metrics_file
+from .losses import CausalLoss
+from .modes import prepare_mode
+from .optim import make_optimizer
+from .packing import TokenStream, Window, split_documents
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a finished run is.
+
+    Attributes:
+        folder: the run folder.
+        final: the saved model folder.
+        steps: optimiser steps done, those before a resume included.
+        tokens: tokens read.
+        loss: of the last step.
+        validation: (step, loss, standard error) of each validation.
+        seconds: of this call.
+    """
+
+    folder: Path
+    final: Path
+    steps: int
+    tokens: int
+    loss: float | None
+    validation: tuple[tuple[int, float, float], ...]
+    seconds: float
+
+
+def finetune(
+    model_folder: str | Path,
+    recipe: str | Path | dict[str, Any] | Recipe,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    overrides: Sequence[str] = (),
+    force: bool = False,
+    revision: str | None = None,
+    token: str | None = None,
+) -> RunResult:
+    """Fine-tunes a model and writes `out`: `recipe.yaml`, `metrics.jsonl`, `checkpoints/step-N`, `final/`.
+
+    Args:
+        model_folder: a converted model, or a plain Mamba2 in any layout; a folder or a Hub id.
+        recipe: name of a shipped recipe, file, mapping or `Recipe`.
+        out: run folder.
+        resume: go on from the newest complete checkpoint of `out`; without one, from the start.
+        overrides: `key=value` changes of the recipe.
+        force: replace what is in `out`.
+        revision: of a Hub id.
+        token: Hub token.
+
+    Raises:
+        UsageError: a recipe that makes no sense, or with this model.
+        OutputExistsError: `out` holds a run, and neither `resume` nor `force` was given.
+        TrainingError: training had to stop; checkpoints written before are whole.
+    """
+    started = time.perf_counter()
+    recipe, out = load_recipe(recipe, overrides), Path(out)
+    settle(recipe)
+    accelerator = make_accelerator(recipe, out)
+    with accelerator.main_process_first():
+        if accelerator.is_main_process:
+            prepare_run_folder(out, recipe, resume=resume, force=force)
+    checkpoint = open_checkpoint(model_folder, revision=revision, token=token)
+    run = assemble(accelerator, checkpoint, recipe, out)
+    found = latest_checkpoint(out / "checkpoints") if resume else None
+    if found is not None:
+        run.position = load_checkpoint(found, run.module, run.optimizer, run.position)
+        logger.info("going on from %s", found.name)
+    run.history = read_metrics(out / "metrics.jsonl", until=run.position.step) if resume else []
+    if accelerator.is_main_process:
+        write_metrics_file(out / "metrics.jsonl", run.history)
+    train(run)
+    final = out / "final"
+    save_model(run.module, checkpoint, final, recipe, main=accelerator.is_main_process)
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    return _result(run, final, time.perf_counter() - started)
+
+
+def settle(recipe: Recipe) -> None:
+    """Process-wide settings of the recipe: kernels that must run, and determinism."""
+    if recipe.require_kernels:
+        set_require_kernels(True)
+    torch.manual_seed(recipe.seed)
+    if recipe.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def make_accelerator(recipe: Recipe, out: Path) -> Any:
+    """Accelerate's entry to devices and processes; precision stays with the model (see `CausalLoss`).
+
+    Raises:
+        UsageError: accelerate is not installed.
+    """
+    try:
+        from accelerate import Accelerator
+    except ImportError as error:
+        raise UsageError(
+            "fine-tuning needs the package accelerate, which is not installed; install palimpsa-surgery[train]"
+        ) from error
+    accelerator = Accelerator(mixed_precision="no", log_with=list(recipe.trackers) or None, project_dir=str(out))
+    if recipe.trackers:
+        accelerator.init_trackers("trackers")
+    return accelerator
+
+
+def prepare_run_folder(out: Path, recipe: Recipe, *, resume: bool, force: bool) -> None:
+    """Makes `out` ready: refuses to mix two runs, clears what a kill left, writes the resolved recipe."""
+    if out.is_file():
+        raise OutputExistsError(f"{out}: is a file; give a folder for the run")
+    used = [name for name in ("recipe.yaml", "metrics.jsonl", "checkpoints", "final") if (out / name).exists()]
+    if used and not (resume or force):
+        raise OutputExistsError(
+            f"{out}: holds a run ({', '.join(used)}); give --resume to go on, or --force to replace it"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    if used and not resume:
+        for name in used:
+            path = out / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if resume:
+        prune(out / "checkpoints", recipe.keep)
+    write_text(out / "recipe.yaml", dump_recipe(recipe))
+
+
+def assemble(accelerator: Any, checkpoint: Checkpoint, recipe: Recipe, out: Path) -> Training:
+    """Model, text, optimiser and validation of a run, prepared for the processes that share it."""
+    tokenizer = load_tokenizer(checkpoint.path)
+    model = prepare_mode(load_model(checkpoint), checkpoint, recipe)
+    stream, validation = open_streams(accelerator, recipe, tokenizer, model.config.vocab_size)
+    loss = CausalLoss(model, recipe.loss, recipe.precision)
+    optimizer = make_optimizer(loss, recipe)
+    key = model_key(loss, list(checkpoint.palimpsa_layers))
+    module, optimizer = accelerator.prepare(loss, optimizer)
+    run = Training(
+        accelerator=accelerator,
+        module=module,
+        optimizer=optimizer,
+        stream=stream,
+        recipe=recipe,
+        folder=out,
+        position=Position(0, 0, key, stream.store.key, recipe.seed),
+    )
+    if validation:
+        run.validate = lambda: evaluate_loss(
+            run.module, validation, batch_size=recipe.micro_batch_size, accelerator=accelerator
+        )
+    return run
+
+
+def open_streams(accelerator: Any, recipe: Recipe, tokenizer: Any, vocab_size: int) -> tuple[TokenStream, list[Window]]:
+    """The training stream and the validation windows; the first process on a machine tokenises, the others wait.
+
+    Raises:
+        UsageError: the recipe names no text, or the tokenizer is another model's.
+    """
+    data = recipe.data
+    if data.train is None:
+        raise UsageError(
+            "data.train: is missing; give a file, a folder or the id of a dataset, such as data.train=text.jsonl"
+        )
+    options = {"chat": data.chat, "cache": data.cache}
+    with accelerator.local_main_process_first():
+        store = open_text(data.train, tokenizer, **options)
+        held_out = open_text(data.val, tokenizer, **options) if data.val is not None else None
+    for one in (store, held_out):
+        if one is not None and int(one.tokens.max()) >= vocab_size:
+            raise UsageError(
+                f"data: the tokenizer gives the id {int(one.tokens.max())}, but the embedding has {vocab_size} rows;"
+                " use the model's own tokenizer"
+            )
+    reset = data.packing == "documents"
+    if held_out is not None:
+        training = TokenStream(store, seed=recipe.seed, reset=reset)
+        return training, TokenStream(held_out, reset=reset).windows(recipe.eval_windows, data.seq_len)
+    kept, out = split_documents(store, data.val_fraction)
+    training = TokenStream(store, kept, seed=recipe.seed, reset=reset)
+    if not len(out):
+        return training, []
+    return training, TokenStream(store, out, reset=reset).windows(recipe.eval_windows, data.seq_len)
+
+
+def _result(run: Training, final: Path, seconds: float) -> RunResult:
+    losses = [line["loss"] for line in run.history if line["kind"] == "train"]
+    validation = [(line["step"], line["loss"], line["stderr"]) for line in run.history if line["kind"] == "validation"]
+    result = RunResult(
+        folder=run.folder,
+        final=final,
+        steps=run.position.step,
+        tokens=run.position.tokens,
+        loss=losses[-1] if losses else None,
+        validation=tuple(validation),
+        seconds=seconds,
+    )
+    logger.info(
+        "%d steps, %s tokens in %s%s",
+        result.steps,
+        human_count(result.tokens),
+        human_seconds(seconds),
+        f"; validation loss {validation[0][1]:.4f} -> {validation[-1][1]:.4f}" if len(validation) > 1 else "",
+    )
+    return result

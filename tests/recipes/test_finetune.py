@@ -1,0 +1,230 @@
+"""Whole runs on a tiny model: what is written, what is saved, what is resumed."""
+
+import json
+import math
+
+import pytest
+import torch
+from palimpsa_surgery.base.errors import OutputExistsError, TrainingError, UsageError
+from palimpsa_surgery.recipes import export, loop
+from palimpsa_surgery.recipes import finetune as finetune_module
+from palimpsa_surgery.recipes.finetune import finetune
+from palimpsa_surgery.recipes.loop import read_metrics
+from palimpsa_surgery.surgery.checkpoint import open_checkpoint
+from palimpsa_surgery.surgery.loading import load_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from .conftest import make_model, save_folder
+
+
+@pytest.fixture(autouse=True)
+def without_code(request, monkeypatch):
+    """Bundling the code is tested where it is written; leaving it out makes these tests twice as fast."""
+    if "bundled" not in request.fixturenames:
+        monkeypatch.setattr(export, "bundle_remote_code", lambda folder: ())
+
+
+@pytest.fixture
+def bundled():
+    """Asked for by a test whose model folder needs its code."""
+
+
+def tensors(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def strict(line):
+    return json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_a_run_trains_and_leaves_everything_a_reader_needs(model_folder, recipe, tmp_path):
+    out = tmp_path / "run"
+    overrides = ["steps=12", "save_every=4", "keep=2", "importance_every=5", "lr=1e-2"]
+    result = finetune(model_folder, recipe, out, overrides=overrides)
+    assert result.steps == 12
+    assert result.tokens == 12 * 4 * 24
+    before, after = result.validation[0], result.validation[-1]
+    assert (before[0], after[0]) == (0, 12)
+    assert after[1] < before[1] - 0.3  # random weights learn which words there are
+    assert sorted(p.name for p in out.iterdir()) == ["checkpoints", "final", "metrics.jsonl", "recipe.yaml"]
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step-12", "step-8"]
+    lines = [strict(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    train = [line for line in lines if line["kind"] == "train"]
+    assert [line["step"] for line in train] == list(range(1, 13))
+    for line in train:
+        assert line["tokens_per_second"] > 0
+        assert line["grad_norm"] > 0
+        assert line["memory_bytes"] > 1 << 20
+        assert set(line["lr"]) == {"source", "source, no decay", "new", "new, no decay"}
+    assert [line["step"] for line in train if "importance" in line] == [1, 5, 10, 12]
+    importance = train[0]["importance"]
+    assert importance["metaplasticity_ratio"] > 1
+    assert set(importance["layers"]) == {"1"}
+
+
+def test_the_final_model_loads_in_plain_transformers(model_folder, recipe, tmp_path, bundled):
+    final = finetune(model_folder, recipe, tmp_path / "run").final
+    model = AutoModelForCausalLM.from_pretrained(final)
+    assert AutoTokenizer.from_pretrained(final).eos_token_id is not None
+    checkpoint = open_checkpoint(final)
+    assert checkpoint.palimpsa_layers == (1,)
+    ids = torch.arange(20).view(1, 20)
+    torch.testing.assert_close(model.eval()(ids).logits, load_model(final)(ids).logits)
+    changed = [name for name, tensor in tensors(final).items() if not torch.equal(tensor, tensors(model_folder)[name])]
+    assert len(changed) == len(checkpoint.tensors)
+    assert "modeling_palimpsa_mamba2.py" in {p.name for p in final.iterdir()}
+    assert "AutoModelForCausalLM" in json.loads((final / "config.json").read_text())["auto_map"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "matrices"), [("source", torch.bfloat16), ("float32", torch.float32), ("float16", torch.float16)]
+)
+def test_the_saved_dtype_is_as_asked_in_tensors_and_config(asked, matrices, recipe, tmp_path):
+    folder = save_folder(make_model().to(torch.bfloat16), tmp_path / "model")
+    final = finetune(folder, {**recipe, "steps": 1, "save_dtype": asked}, tmp_path / "run").final
+    for name, tensor in tensors(final).items():
+        fp32 = name.rsplit(".", 1)[-1] in ("A_log", "D", "dt_bias", "beta_scale", "log_prior")
+        assert tensor.dtype == (torch.float32 if fp32 else matrices), name
+    assert json.loads((final / "config.json").read_text())["dtype"] == str(matrices).removeprefix("torch.")
+
+
+def test_frozen_tensors_are_saved_bit_for_bit(recipe, tmp_path):
+    folder = save_folder(make_model().to(torch.bfloat16), tmp_path / "model")
+    final = finetune(folder, {**recipe, "mode": "new", "precision": "bf16"}, tmp_path / "run").final
+    source = tensors(folder)
+    for name, tensor in tensors(final).items():
+        assert torch.equal(tensor, source[name]) is (".metaplasticity." not in name), name
+
+
+def test_a_plain_source_model_trains_too(recipe, tmp_path):
+    folder = save_folder(make_model(layers=[]), tmp_path / "model")
+    result = finetune(folder, recipe, tmp_path / "run")
+    assert open_checkpoint(result.final).palimpsa_layers == ()
+    assert "importance" not in json.dumps(read_metrics(tmp_path / "run" / "metrics.jsonl"))
+
+
+def test_micro_batches_do_not_change_the_result(model_folder, recipe, tmp_path):
+    losses = [
+        finetune(model_folder, {**recipe, "micro_batch_size": micro}, tmp_path / str(micro)).loss for micro in (1, 2, 4)
+    ]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)  # fp32
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"mode": "new+swapped"}, {"precision": "bf16"}, {"gradient_checkpointing": True}]
+)
+def test_a_killed_run_goes_on_bit_for_bit(changes, model_folder, recipe, tmp_path, monkeypatch):
+    recipe = {**recipe, **changes, "steps": 5, "save_every": 2, "eval_every": 3}
+    whole = finetune(model_folder, recipe, tmp_path / "whole")
+    original = loop.optimiser_step
+
+    def killed(run, step):
+        if step == 3:
+            raise KeyboardInterrupt
+        return original(run, step)
+
+    monkeypatch.setattr(loop, "optimiser_step", killed)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(model_folder, recipe, tmp_path / "run")
+    monkeypatch.undo()
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as stream:
+        stream.write('{"kind": "tr')
+    result = finetune(model_folder, recipe, tmp_path / "run", resume=True)
+    for name, tensor in tensors(result.final).items():
+        assert torch.equal(tensor, tensors(whole.final)[name]), name
+    keys = ("kind", "step", "loss", "grad_norm")
+    lines = [
+        [{key: line.get(key) for key in keys} for line in read_metrics(run.folder / "metrics.jsonl")]
+        for run in (whole, result)
+    ]
+    assert lines[0] == lines[1]
+
+
+def test_resuming_a_finished_run_changes_nothing(model_folder, recipe, tmp_path):
+    recipe = {**recipe, "save_every": 2}
+    first = tensors(finetune(model_folder, recipe, tmp_path / "run").final)
+    second = tensors(finetune(model_folder, recipe, tmp_path / "run", resume=True).final)
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+def test_other_swapped_layers_cannot_resume(model_folder, recipe, tmp_path):
+    recipe = {**recipe, "save_every": 2}
+    finetune(model_folder, recipe, tmp_path / "run")
+    other = save_folder(make_model(layers=[0]), tmp_path / "other")
+    with pytest.raises(TrainingError, match=r"step-4: cannot be resumed, other layers are swapped"):
+        finetune(other, recipe, tmp_path / "run", resume=True)
+
+
+def test_a_used_folder_is_refused_and_replaced_by_force(model_folder, recipe, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    finetune(model_folder, recipe, tmp_path / "run")
+    with pytest.raises(OutputExistsError, match=r"holds a run .*--resume to go on, or --force"):
+        finetune(model_folder, recipe, tmp_path / "run")
+    finetune(model_folder, recipe, tmp_path / "run", overrides=["steps=2"], force=True)
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 4
+    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {}}, r"data\.train: is missing"),
+        ({"batch_size": 3, "micro_batch_size": 3, "loss": "liger"}, "liger was asked for"),
+        ({"mode": "qlora"}, "qlora needs a CUDA device"),
+    ],
+)
+def test_what_cannot_run_is_said_before_training(changes, message, model_folder, recipe, tmp_path):
+    with pytest.raises(UsageError, match=message):
+        finetune(model_folder, {**recipe, **changes}, tmp_path / "run")
+
+
+def test_a_loss_that_is_not_finite_stops_and_names_the_layer(recipe, tmp_path):
+    model = make_model()
+    with torch.no_grad():
+        model.backbone.layers[1].mixer.out_proj.weight[0, 0] = float("nan")
+    folder = save_folder(model, tmp_path / "model")
+    with pytest.raises(
+        TrainingError, match=r"step 1: the loss \(nan\).*layers\.1\.mixer\.out_proj.*weight is not finite"
+    ):
+        finetune(folder, {**recipe, "data": {**recipe["data"], "val_fraction": 0}}, tmp_path / "run")
+    assert not (tmp_path / "run" / "final").exists()
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_step(model_folder, recipe, tmp_path, monkeypatch):
+    original = finetune_module.CausalLoss.forward
+
+    def forward(self, *args, **kwargs):
+        self.causal.backbone.layers[0].norm.weight.register_hook(lambda grad: grad * float("inf"))
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(finetune_module.CausalLoss, "forward", forward)
+    with pytest.raises(TrainingError, match=r"first in the gradient of model\.backbone\.layers\.0\.norm\.weight"):
+        finetune(model_folder, recipe, tmp_path / "run")
+
+
+def test_deterministic_runs_are_equal(model_folder, recipe, tmp_path):
+    try:
+        runs = [finetune(model_folder, {**recipe, "deterministic": True}, tmp_path / name) for name in "ab"]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(tensors(runs[0].final)[n], t) for n, t in tensors(runs[1].final).items())
+
+
+def test_another_seed_is_another_run(model_folder, recipe, tmp_path):
+    runs = [finetune(model_folder, {**recipe, "seed": seed}, tmp_path / str(seed)) for seed in (0, 1)]
+    assert runs[0].loss != runs[1].loss
+
+
+def test_a_curriculum_grows_the_windows(model_folder, recipe, tmp_path):
+    data = {**recipe["data"], "curriculum": [{"until": 0.5, "seq_len": 8}]}
+    result = finetune(model_folder, {**recipe, "data": data}, tmp_path / "run")
+    assert result.tokens == 2 * 4 * 8 + 2 * 4 * 24
+    assert math.isfinite(result.loss)
+
+
+def test_trackers_write_offline(model_folder, recipe, tmp_path):
+    pytest.importorskip("tensorboard")
+    finetune(model_folder, {**recipe, "trackers": ["tensorboard"]}, tmp_path / "run")
+    assert list((tmp_path / "run").rglob("events.out.tfevents*"))
