@@ -4,6 +4,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from .configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 from .geometry import MixerGeometry
+from .importance import LayerImportance, record_importance
 from .metaplasticity import Metaplasticity, metaplasticity_off
 from .mixer_palimpsa_mamba2 import Mamba2Mixer, PalimpsaMixer
 from .modeling_palimpsa_mamba2 import (
@@ -17,6 +18,7 @@ AutoModel.register(PalimpsaMamba2Config, PalimpsaMamba2Model, exist_ok=True)
 AutoModelForCausalLM.register(PalimpsaMamba2Config, PalimpsaMamba2ForCausalLM, exist_ok=True)
 
 __all__ = [
+    "LayerImportance",
     "Mamba2Mixer",
     "Metaplasticity",
     "MixerGeometry",
@@ -26,4 +28,5 @@ __all__ = [
     "PalimpsaMamba2PreTrainedModel",
     "PalimpsaMixer",
     "metaplasticity_off",
+    "record_importance",
 ]

@@ -2,58 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-import math
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
-from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils import ModelOutput
 
 from ..base.errors import CheckpointError, UsageError
 from .configuration_palimpsa_mamba2 import PalimpsaMamba2Config
+from .initial_values import initialize
 from .layout import SequenceLayout, sequence_layout
-from .metaplasticity import Metaplasticity
 from .mixer_palimpsa_mamba2 import Mamba2Mixer, PalimpsaMixer
+from .outputs import CACHE_FIELD, PalimpsaMamba2CausalLMOutput, PalimpsaMamba2Output
 from .precision import compute_dtype
 from .states import CACHE_NAMES, take_cache
-
-logger = logging.getLogger(__name__)
-
-# 5.24 calls the cache `cache` everywhere; 5.17 looks for `cache_params` in the outputs of a model of this name.
-_ONE_CACHE_NAME = "cache" in CausalLMOutputWithPast.__dataclass_fields__
-_CACHE_FIELD = "cache" if _ONE_CACHE_NAME else "cache_params"
-
-
-@dataclass
-class PalimpsaMamba2Output(ModelOutput):
-    """Hidden states [B, T, D] after the last norm, the cache, and the input of every layer when asked for."""
-
-    last_hidden_state: Tensor | None = None
-    if _ONE_CACHE_NAME:
-        cache: object | None = None
-    else:
-        cache_params: object | None = None
-        cache = property(lambda self: self.cache_params)
-    hidden_states: tuple[Tensor, ...] | None = None
-
-
-@dataclass
-class PalimpsaMamba2CausalLMOutput(ModelOutput):
-    """Loss, logits [B, T, vocabulary], the cache, and the input of every layer when asked for."""
-
-    loss: Tensor | None = None
-    logits: Tensor | None = None
-    if _ONE_CACHE_NAME:
-        cache: object | None = None
-    else:
-        cache_params: object | None = None
-        cache = property(lambda self: self.cache_params)
-    hidden_states: tuple[Tensor, ...] | None = None
 
 
 class PalimpsaMamba2RMSNorm(nn.Module):
@@ -106,27 +67,8 @@ class PalimpsaMamba2PreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _is_stateful = True
 
-    @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """mamba_ssm's initialisation, and the paper's start for the new parameters.
-
-        Only through `transformers.initialization`: those functions leave alone what a checkpoint filled.
-        """
-        config = self.config
-        if isinstance(module, Mamba2Mixer):
-            _init_mixer(module, config)
-        elif isinstance(module, Metaplasticity):
-            init.uniform_(module.beta_scale, 0.1, 1.0)
-            init.zeros_(module.log_prior)
-            init.normal_(module.beta_down.weight, mean=0.0, std=0.02)
-            bound = config.beta_rank**-0.5
-            init.uniform_(module.beta_up.weight, -bound, bound)
-        elif isinstance(module, nn.Embedding) or (
-            isinstance(module, nn.Linear) and module.out_features == config.vocab_size
-        ):
-            init.normal_(module.weight, mean=0.0, std=config.initializer_range)
-        elif hasattr(module, "eps") and hasattr(module, "weight"):
-            init.ones_(module.weight)
+        initialize(module, self.config)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
@@ -222,7 +164,7 @@ class PalimpsaMamba2Model(PalimpsaMamba2PreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
         outputs = {
             "last_hidden_state": hidden.reshape(*shape, -1),
-            _CACHE_FIELD: cache if use_cache is not False else None,
+            CACHE_FIELD: cache if use_cache is not False else None,
             "hidden_states": tuple(h.reshape(*shape, -1) for h in (*inputs, hidden)) if output_hidden_states else None,
         }
         output = PalimpsaMamba2Output(**outputs)
@@ -316,7 +258,7 @@ class PalimpsaMamba2ForCausalLM(PalimpsaMamba2PreTrainedModel, GenerationMixin):
             loss=loss,
             logits=logits,
             hidden_states=outputs.hidden_states,
-            **{_CACHE_FIELD: outputs.cache},
+            **{CACHE_FIELD: outputs.cache},
         )
         return output if _wants_dict(return_dict, self.config) else output.to_tuple()
 
@@ -332,26 +274,6 @@ class PalimpsaMamba2ForCausalLM(PalimpsaMamba2PreTrainedModel, GenerationMixin):
         )
         inputs["cache"] = cache
         return inputs
-
-
-def _init_mixer(mixer: Mamba2Mixer, config: PalimpsaMamba2Config) -> None:
-    heads = mixer.geometry.num_heads
-    device = mixer.A_log.device
-    init.copy_(mixer.A_log, torch.empty(heads, dtype=torch.float32, device=device).uniform_(1.0, 16.0).log())
-    init.ones_(mixer.D)
-    low, high = math.log(config.time_step_min), math.log(config.time_step_max)
-    step = torch.empty(heads, dtype=torch.float32, device=device).uniform_(low, high).exp()
-    step = step.clamp(min=config.time_step_floor)
-    init.copy_(mixer.dt_bias, step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
-    init.kaiming_uniform_(mixer.conv1d.weight, a=math.sqrt(5))
-    init.kaiming_uniform_(mixer.in_proj.weight, a=math.sqrt(5))
-    # One residual branch a layer: its scale is 1 / sqrt(layers) at the start, as in GPT-2.
-    scale = config.num_hidden_layers if config.rescale_prenorm_residual else 1
-    bound = (1.0 / (mixer.out_proj.weight.shape[1] * scale)) ** 0.5
-    init.uniform_(mixer.out_proj.weight, -bound, bound)
-    for bias in (mixer.conv1d.bias, mixer.in_proj.bias, mixer.out_proj.bias):
-        if bias is not None:
-            init.zeros_(bias)
 
 
 def _wants_dict(return_dict: bool | None, config: PalimpsaMamba2Config) -> bool:
