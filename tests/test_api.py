@@ -34,6 +34,6 @@ def test_each_name_is_on_the_page_with_parameters_it_has(name):
 
 
 def test_an_unknown_name_says_which_exist():
-    with pytest.raises(AttributeError, match="has no attribute 'convrt'; it has .*convert"):
+    with pytest.raises(AttributeError, match=r"has no attribute 'convrt'; it has .*convert"):
         palimpsa_surgery.convrt  # noqa: B018
     assert set(NAMES) <= set(dir(palimpsa_surgery))
