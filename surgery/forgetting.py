@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from ..base.console import progress
 from ..base.errors import CheckpointError
 from ..base.text import load_tokenizer, token_windows
-from ..kernels.conv import causal_conv
 from .calibration import CalibrationSums
 from .profile import LayerProfile, Profile, rounded
 
@@ -87,7 +86,7 @@ def static_forgetting(checkpoint: Checkpoint) -> Profile:
     Needs no text and reads two small tensors a layer; a rough guide, labelled `static` wherever it is shown.
     """
     config = checkpoint.config
-    low, high = (float(limit) for limit in config.get("time_step_limit") or (0.0, float("inf")))
+    low, high = (None if limit is None else float(limit) for limit in config.get("time_step_limit") or (0.0, None))
     swapped = set(config.get("palimpsa_layers") or ())
     layers = []
     for layer in range(config["num_hidden_layers"]):
@@ -157,37 +156,17 @@ def _watching(mixers: Sequence[nn.Module], sums: Sequence[ForgettingSums], real:
 
 def _hook(mixer: nn.Module, sums: ForgettingSums, real: Tensor) -> Any:
     def watch(module: nn.Module, inputs: tuple[Tensor, ...], projected: Tensor) -> None:
-        _, convolved, raw_step = mixer.split_projection(projected)
-        step, strength = mixer.step_size(raw_step), mixer.A_log.float().exp()
-        sums.add(step, strength, real.to(step.device))
+        _, channels, raw_step = mixer.split_projection(projected)
+        step, strength = mixer.step_size(raw_step), mixer.decay_rate()
+        here = real.to(step.device)
+        sums.add(step, strength, here)
         if sums.calibration is not None:
-            _calibrate(mixer, sums.calibration, inputs[0], convolved, step, strength, real.to(step.device))
+            # Pads are on the right, so the convolution of real tokens never sees one.
+            x, keys, _ = mixer.split_channels(mixer.conv1d(channels)[0])
+            sums.calibration.add_input(inputs[0][here])
+            sums.calibration.add_states(x, keys, step, -strength * step, here)
 
     return watch
-
-
-def _calibrate(
-    mixer: nn.Module,
-    sums: CalibrationSums,
-    hidden: Tensor,
-    convolved: Tensor,
-    step: Tensor,
-    strength: Tensor,
-    real: Tensor,
-) -> None:
-    geometry = mixer.geometry
-    weight = mixer.conv1d.weight.squeeze(1)
-    xBC, _ = causal_conv(convolved * real[..., None], weight, mixer.conv1d.bias, activation="silu")
-    width = geometry.num_heads * geometry.head_dim
-    keys = xBC[..., width : width + geometry.n_groups * geometry.state_size]
-    sums.add_input(hidden[real])
-    sums.add_states(
-        xBC[..., :width].unflatten(-1, (geometry.num_heads, geometry.head_dim)),
-        keys.unflatten(-1, (geometry.n_groups, geometry.state_size)),
-        step,
-        -strength * step,
-        real,
-    )
 
 
 def measure(

@@ -1,0 +1,146 @@
+"""README.md of a model folder: the model card. Facts come from the report; licence and base model from the source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from .plan import Plan
+from .profile import Profile
+
+MARKER = "<!-- card written by palimpsa-surgery; remove this line to keep your own text -->"
+PAPER = "https://arxiv.org/abs/2602.09075"
+TAGS = ["palimpsa", "mamba2", "state-space", "metaplasticity"]
+
+_STARTS = {
+    "identity": "the logits of the source, to rounding",
+    "calibrated": "each head's output at the source's scale, at a mean importance growth of {strength}",
+    "paper": "the random start of the paper",
+}
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What the card says.
+
+    Attributes:
+        name: of the model: the folder's name, or the Hub id it is pushed to.
+        plan: the surgery.
+        profile: the source's figures, when it was measured.
+        license: as in the source's card, None when it names none.
+        base_model: a Hub id, None when the source is not on the Hub and names none.
+        swapped: every Palimpsa-M layer, those of an earlier surgery included.
+        dtype: of the stored weights.
+        verification: lines of figures, such as `metaplasticity off: 2.1e-07`.
+    """
+
+    name: str
+    plan: Plan
+    swapped: tuple[int, ...]
+    dtype: str
+    profile: Profile | None = None
+    license: str | None = None
+    base_model: str | None = None
+    verification: Mapping[str, str] = field(default_factory=dict)
+
+
+def render_card(facts: CardFacts) -> str:
+    """The text of README.md, front matter included."""
+    parts = [_front_matter(facts), MARKER, "", f"# {facts.name}", "", _summary(facts), "", "## Swapped layers", ""]
+    parts += [_layer_table(facts), "", _start(facts), "", "## Verification", "", _verification(facts), ""]
+    parts += ["## Use", "", _usage(facts), "", "## Files", "", _files(facts), "", "## Licence", "", _license(facts), ""]
+    return "\n".join(parts)
+
+
+def _front_matter(facts: CardFacts) -> str:
+    values: dict[str, object] = {}
+    if facts.license:
+        values["license"] = facts.license
+    if facts.base_model:
+        values["base_model"] = facts.base_model
+    values |= {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": TAGS}
+    return f"---\n{yaml.safe_dump(values, sort_keys=False)}---"
+
+
+def _summary(facts: CardFacts) -> str:
+    source = facts.base_model or facts.plan.source
+    layers = "layer was" if len(facts.swapped) == 1 else "layers were"
+    return (
+        f"A Mamba2 language model made from `{source}`, in which {len(facts.swapped)} {layers} replaced by Palimpsa-M: "
+        f"a Mamba2 mixer whose synapses carry an importance that protects what was learnt from being overwritten "
+        f"([paper]({PAPER})). All weights of the source are kept; each swapped layer adds a low-rank importance gate "
+        f"(rank {facts.plan.beta_rank}, {facts.plan.beta_groups} importances a head), a scale and a prior per head."
+    )
+
+
+def _layer_table(facts: CardFacts) -> str:
+    if facts.profile is None:
+        return f"Layers {', '.join(str(layer) for layer in facts.swapped)}, listed by hand (rule: {facts.plan.rule})."
+    rows = ["| layer | window (tokens) | rate (nats a token) | why |", "| --- | --- | --- | --- |"]
+    for layer in facts.swapped:
+        figures = facts.profile.layers[layer]
+        why = facts.plan.reasons.get(layer, "" if layer in facts.plan.layers else "swapped before")
+        rows.append(f"| {layer} | {figures.window:.4g} | {figures.rate:.4g} | {why} |")
+    how = f"Rule: {facts.plan.rule}. Figures: {facts.profile.describe()}; means over heads, per head in `profile.json`."
+    return "\n".join([*rows, "", how])
+
+
+def _start(facts: CardFacts) -> str:
+    meaning = _STARTS[facts.plan.init].format(strength=facts.plan.strength)
+    return (
+        f"Start: **{facts.plan.init}** ({meaning}), scale form `{facts.plan.beta_scale_form}`, seed {facts.plan.seed}."
+    )
+
+
+def _verification(facts: CardFacts) -> str:
+    if not facts.verification:
+        return "Not verified at conversion (`--verify none`)."
+    rows = [f"| {what} | {figure} |" for what, figure in facts.verification.items()]
+    head = "Of the written files against the source, fp32, relative L2, before any fine-tuning:"
+    return "\n".join([head, "", "| | |", "| --- | --- |", *rows])
+
+
+def _usage(facts: CardFacts) -> str:
+    return (
+        "```python\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "\n"
+        f'model = AutoModelForCausalLM.from_pretrained("{facts.name}", trust_remote_code=True)\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{facts.name}")\n'
+        "```\n"
+        "\n"
+        "The repository carries its own code, so nothing else needs to be installed. With `palimpsa-surgery`\n"
+        "installed, `import palimpsa_surgery.modeling` first and leave the flag out; its command line fine-tunes and\n"
+        "evaluates the model too."
+    )
+
+
+def _files(facts: CardFacts) -> str:
+    return (
+        "`plan.yaml` is the surgery as data, `surgery_report.json` accounts for every tensor"
+        + (", `profile.json` and `profile.png` hold the forget rates of the source." if facts.profile else ".")
+        + f" Weights are stored in {facts.dtype}; `A_log`, `dt_bias`, `D`, `beta_scale` and `log_prior` in float32."
+    )
+
+
+def _license(facts: CardFacts) -> str:
+    if facts.license:
+        return f"`{facts.license}`, carried over from the source."
+    return "The source's card names no licence; its terms apply."
+
+
+def is_own_card(text: str) -> bool:
+    """Whether a README was written by this package and may be replaced."""
+    return MARKER in text
+
+
+def kept_readme(folder: str | Path) -> str | None:
+    """The text of a README.md that a user wrote in `folder`, or None when there is none to keep."""
+    path = Path(folder) / "README.md"
+    if not path.is_file():
+        return None
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return None if is_own_card(text) else text

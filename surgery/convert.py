@@ -1,0 +1,347 @@
+"""checkpoint + plan -> model folder: streamed tensor by tensor, verified as written, then moved into place.
+
+Only one tensor of the source is in memory at a time. The folder appears under its name when it is complete and has
+passed its verification; a killed or failed run leaves nothing of that name.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..base.console import progress
+from ..base.errors import UsageError, VerificationError
+from ..base.files import output_folder, refuse_existing, write_json, write_text
+from ..base.schemas import write_model
+from .card import CardFacts, kept_readme, render_card
+from .forgetting import measure, static_forgetting
+from .initialization import STARTS, Start, StartContext
+from .keymap import METAPLASTIC_NAMES, expected_shapes
+from .plan import DEFAULT_LAYERS, SHARED_KEYS, Plan, make_plan, read_plan, write_plan
+from .profile import Profile, read_profile, write_profile
+from .report import ConversionReport, build_report, dtype_name
+from .verify import Verification, choose_mode
+from .verify import verify as verify_folder
+from .writer import StreamingSafetensorsWriter, TensorSpec
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FP32_NAMES = ("mixer.A_log", "mixer.dt_bias", "mixer.D", "metaplasticity.beta_scale", "metaplasticity.log_prior")
+"""Endings of the tensors that are stored in fp32 whatever the rest is: decays amplify the rounding of these."""
+
+PLAN_FILE, PROFILE_FILE, PICTURE_FILE = "plan.yaml", "profile.json", "profile.png"
+REPORT_FILE, CARD_FILE = "surgery_report.json", "README.md"
+
+
+@dataclass(frozen=True)
+class MeasureOptions:
+    """How to measure when the plan needs figures that nobody gave; the fields are those of `forgetting.measure`."""
+
+    data: str | Path | None = None
+    tokens: int = 65536
+    seq_len: int = 2048
+    seed: int = 0
+    device: str = "cpu"
+    tokenizer: str | Path | None = None
+
+
+def convert(
+    src: str | Path | Checkpoint,
+    out: str | Path,
+    *,
+    plan: Plan | str | Path | None = None,
+    profile: Profile | str | Path | None = None,
+    layers: int | Sequence[int] | None = None,
+    measuring: MeasureOptions | None = None,
+    dtype: str | None = None,
+    verify: str = "auto",
+    force: bool = False,
+    revision: str | None = None,
+    token: str | None = None,
+    **plan_options: Any,
+) -> ConversionReport:
+    """Swaps layers of a Mamba2 checkpoint for Palimpsa-M and writes the result as a model folder.
+
+    Args:
+        src: folder, Hub id, or an open checkpoint; an already converted one keeps its swapped layers.
+        out: the folder to make.
+        plan: a plan or the path of one; without it one is made from `layers` and `plan_options`.
+        profile: figures to choose by, or the path of them. Without it the file beside the plan is used; a count of
+            layers or the calibrated start measures first; a list of layers gets the static estimate.
+        layers: a count (default 8) or the layers themselves.
+        measuring: text and amount for measuring.
+        dtype: `float32`, `bfloat16` or `float16` of the stored weights; the source's when None.
+        verify: `auto`, `logits`, `layers` or `none`.
+        force: replace `out` when it exists.
+        revision: of a Hub id.
+        token: for a private Hub id.
+        **plan_options: as for `make_plan`: rule, init, strength, beta_rank, beta_groups, beta_scale_form, train_prior,
+            seed.
+
+    Returns:
+        The report, which is also in the folder.
+
+    Raises:
+        OutputExistsError: `out` is there and `force` is false.
+        VerificationError: what was written is not the source; nothing is kept.
+        UsageError, SchemaError, CheckpointError: options, plan or source that do not fit.
+    """
+    from .checkpoint import open_checkpoint
+
+    refuse_existing(out, force=force)
+    if dtype is not None and dtype not in DTYPES:
+        raise UsageError(f"--dtype {dtype}: there is no such dtype; choose one of {', '.join(DTYPES)}")
+    measuring = measuring or MeasureOptions()
+    checkpoint = open_checkpoint(src, revision=revision, token=token) if isinstance(src, str | Path) else src
+    mode = choose_mode(checkpoint, verify)
+    plan, profile = _settle(checkpoint, plan, profile, layers, plan_options, measuring)
+    stored = DTYPES[dtype] if dtype else checkpoint.dtype
+    return _write(checkpoint, Path(out), plan, profile, stored, mode, force, measuring)
+
+
+def _settle(
+    checkpoint: Checkpoint,
+    plan: Plan | str | Path | None,
+    profile: Profile | str | Path | None,
+    layers: int | Sequence[int] | None,
+    options: dict[str, Any],
+    measuring: MeasureOptions,
+) -> tuple[Plan, Profile]:
+    """The plan and the profile that goes with it, made where they were not given."""
+    options = {key: value for key, value in options.items() if value is not None}
+    if isinstance(profile, str | Path):
+        profile = read_profile(profile)
+    if plan is not None:
+        given = [f"--{key.replace('_', '-')}" for key in ("layers", *options) if key in options or layers is not None]
+        if given:
+            raise UsageError(f"{', '.join(given)}: the plan holds that already; edit the plan, or leave it out")
+        if isinstance(plan, str | Path):
+            profile = profile or _profile_beside(Path(plan), checkpoint)
+            plan = read_plan(plan)
+        plan.check_source(checkpoint)
+        if profile is not None:
+            profile.check_source(checkpoint.fingerprint, checkpoint.source_id)
+        calibrated = plan.init == "calibrated"
+        return plan, profile or (_measure(checkpoint, measuring) if calibrated else static_forgetting(checkpoint))
+    layers = DEFAULT_LAYERS if layers is None else layers
+    if profile is None and (isinstance(layers, int) or options.get("init") == "calibrated"):
+        # A count that cannot be met, or options that contradict, should not wait for the measurement.
+        make_plan(checkpoint, static_forgetting(checkpoint), layers=layers, **options)
+        profile = _measure(checkpoint, measuring)
+    plan = make_plan(checkpoint, profile, layers=layers, **options)
+    return plan, profile or static_forgetting(checkpoint)
+
+
+def _measure(checkpoint: Checkpoint, measuring: MeasureOptions) -> Profile:
+    return measure(checkpoint, **measuring.__dict__)
+
+
+def _profile_beside(plan: Path, checkpoint: Checkpoint) -> Profile | None:
+    path = plan.parent / PROFILE_FILE
+    if not path.is_file():
+        return None
+    profile = read_profile(path)
+    if profile.fingerprint != checkpoint.fingerprint:
+        logger.warning("%s beside the plan is of another checkpoint (%s) and is not used", path.name, profile.source)
+        return None
+    return profile
+
+
+def _write(
+    checkpoint: Checkpoint,
+    out: Path,
+    plan: Plan,
+    profile: Profile,
+    dtype: torch.dtype,
+    mode: str,
+    force: bool,
+    measuring: MeasureOptions,
+) -> ConversionReport:
+    config = output_config(checkpoint, plan)
+    specs = output_specs(config, dtype)
+    notes = (*checkpoint.notes, *_rounding_note(checkpoint, specs))
+    for note in notes[len(checkpoint.notes) :]:
+        logger.warning(note)
+    readme = kept_readme(out)
+    with output_folder(out, force=force) as folder:
+        files = write_weights(checkpoint, folder, plan, profile, specs)
+        write_surroundings(checkpoint, folder, config, dtype)
+        write_plan(plan, folder / PLAN_FILE)
+        write_profile(profile, folder / PROFILE_FILE)
+        verification = _verified(checkpoint, folder, plan, mode, dtype, measuring)
+        report = build_report(
+            checkpoint,
+            plan,
+            specs,
+            version=_version(),
+            palimpsa_layers=tuple(config["palimpsa_layers"]),
+            dtype=dtype,
+            weight_files=files,
+            verification=verification,
+            notes=notes,
+        )
+        write_model(report, folder / REPORT_FILE)
+        write_text(folder / CARD_FILE, readme or _card(checkpoint, out.resolve().name, plan, profile, report))
+        from .plots import plot_profile
+
+        plot_profile(profile, folder / PICTURE_FILE, chosen=plan.layers)
+    logger.info("%s: %d layers swapped (%s)", out.name, len(plan.layers), ", ".join(str(i) for i in plan.layers))
+    return report
+
+
+def _verified(
+    checkpoint: Checkpoint, folder: Path, plan: Plan, mode: str, dtype: torch.dtype, measuring: MeasureOptions
+) -> Verification:
+    """Verifies; a folder that cannot even be read back is a failed verification too."""
+    try:
+        return verify_folder(checkpoint, folder, plan, mode=mode, dtype=dtype, tokenizer=measuring.tokenizer)
+    except VerificationError:
+        raise
+    except (ValueError, RuntimeError, KeyError, OSError) as error:
+        raise VerificationError(f"what was written cannot be read back ({error}); nothing was kept") from error
+
+
+def output_config(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
+    """Arguments of the output's `PalimpsaMamba2Config`: the source's, and what the plan adds."""
+    swapped = sorted({*checkpoint.palimpsa_layers, *plan.layers})
+    return {**checkpoint.config, **{key: getattr(plan, key) for key in SHARED_KEYS}, "palimpsa_layers": swapped}
+
+
+def output_specs(config: dict[str, Any], dtype: torch.dtype) -> list[TensorSpec]:
+    """Name, shape and dtype of every tensor of the output, in the order of the model."""
+    return [
+        TensorSpec(name, shape, torch.float32 if name.endswith(FP32_NAMES) else dtype)
+        for name, shape in expected_shapes(config).items()
+    ]
+
+
+def _rounding_note(checkpoint: Checkpoint, specs: list[TensorSpec]) -> tuple[str, ...]:
+    rounded = [
+        spec.name
+        for spec in specs
+        if spec.name in checkpoint.tensors and checkpoint.tensors[spec.name].dtype.itemsize > spec.dtype.itemsize
+    ]
+    if not rounded:
+        return ()
+    stored = dtype_name(next(spec.dtype for spec in specs if spec.name == rounded[0]))
+    return (
+        f"{len(rounded)} tensors (such as {rounded[0]}) are rounded to {stored}; give --dtype float32 to keep them",
+    )
+
+
+def write_weights(
+    checkpoint: Checkpoint, folder: Path, plan: Plan, profile: Profile, specs: list[TensorSpec]
+) -> tuple[str, ...]:
+    """Streams copied, cast and new tensors into `folder`; returns the names of the weight files."""
+    start_of = start_maker(checkpoint, plan, profile)
+    with StreamingSafetensorsWriter(folder, specs) as writer:
+        for spec in progress(writer.specs, "writing"):
+            if spec.name in checkpoint.tensors:
+                tensor = checkpoint.load(spec.name)
+            else:
+                tensor = _created(spec.name, start_of)
+            writer.write(spec.name, tensor.to(spec.dtype))
+    return tuple(writer.files)
+
+
+def start_maker(checkpoint: Checkpoint, plan: Plan, profile: Profile) -> Callable[[int], Start]:
+    """The new parameters of a layer, computed when asked for; the last layer's are kept."""
+    config = checkpoint.config
+
+    @lru_cache(maxsize=1)
+    def start(layer: int) -> Start:
+        return STARTS[plan.init](
+            StartContext(
+                layer=layer,
+                hidden_size=config["hidden_size"],
+                num_heads=config["num_heads"],
+                rank=plan.beta_rank,
+                groups=plan.beta_groups,
+                scale_form=plan.beta_scale_form,
+                seed=plan.seed,
+                strength=plan.strength,
+                calibration=profile.layers[layer].calibration,
+                load_in_proj=lambda: checkpoint.load(f"backbone.layers.{layer}.mixer.in_proj.weight"),
+            )
+        )
+
+    return start
+
+
+def _created(name: str, start_of: Callable[[int], Start]) -> Tensor:
+    _, _, layer, rest = name.split(".", 3)
+    start = start_of(int(layer))
+    parts = dict(zip(METAPLASTIC_NAMES, (start.down, start.up, start.scale, start.log_prior), strict=True))
+    return parts[rest.removeprefix("mixer.metaplasticity.")]
+
+
+def write_surroundings(checkpoint: Checkpoint, folder: Path, config: dict[str, Any], dtype: torch.dtype) -> None:
+    """config.json with `auto_map`, the bundled code, tokenizer and generation config."""
+    from ..modeling.bundle import auto_map, bundle_remote_code
+    from ..modeling.configuration_palimpsa_mamba2 import PalimpsaMamba2Config
+
+    model_config = PalimpsaMamba2Config(
+        **config, architectures=["PalimpsaMamba2ForCausalLM"], dtype=dtype_name(dtype), auto_map=auto_map()
+    )
+    model_config.save_pretrained(folder)
+    bundle_remote_code(folder)
+    for path in checkpoint.tokenizer_files:
+        copy_without_paths(path, folder / path.name)
+    if checkpoint.generation_config is not None:
+        write_json(folder / "generation_config.json", _without_paths(checkpoint.generation_config))
+
+
+def copy_without_paths(source: Path, target: Path) -> None:
+    """Copies a tokenizer file; a JSON of settings loses entries that are paths of somebody's machine."""
+    if source.suffix == ".json" and source.stat().st_size < 2**20:
+        text = source.read_text(encoding="utf-8")
+        content = json.loads(text)
+        clean = _without_paths(content)
+        if clean != content:
+            write_json(target, clean)
+            return
+    shutil.copyfile(source, target)
+
+
+def _without_paths(content: Any) -> Any:
+    if not isinstance(content, dict):
+        return content
+    return {key: value for key, value in content.items() if not (isinstance(value, str) and _is_path(value))}
+
+
+def _is_path(text: str) -> bool:
+    return (text.startswith(("/", "~/", "\\\\")) and len(text) > 2) or (len(text) > 3 and text[1:3] in (":\\", ":/"))
+
+
+def _card(checkpoint: Checkpoint, name: str, plan: Plan, profile: Profile, report: ConversionReport) -> str:
+    return render_card(
+        CardFacts(
+            name=name,
+            plan=plan,
+            swapped=report.palimpsa_layers,
+            dtype=report.dtype,
+            profile=profile,
+            license=checkpoint.license,
+            base_model=checkpoint.base_model,
+            verification=report.verification_lines(),
+        )
+    )
+
+
+def _version() -> str:
+    from .. import __version__
+
+    return __version__
