@@ -6,7 +6,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,7 +93,7 @@ class Checkpoint:
     path: Path
     layout: str
     config: dict[str, Any]
-    tensors: Mapping[str, TensorEntry]
+    tensors: Mapping[str, TensorEntry] = field(repr=False)
     dropped: tuple[Dropped, ...]
     fingerprint: str
     source_id: str
@@ -102,7 +102,7 @@ class Checkpoint:
     tokenizer_files: tuple[Path, ...]
     generation_config: dict[str, Any] | None
     notes: tuple[str, ...]
-    _located: Mapping[str, _Located]
+    _located: Mapping[str, _Located] = field(repr=False)
 
     def load(self, name: str) -> torch.Tensor:
         """Returns a tensor on the CPU as a view of the mapped file, in the dtype it is stored in.

@@ -32,6 +32,7 @@ _SSM_DEFAULTS: dict[str, Any] = {
     "conv_bias": True,
     "chunk_size": 256,
 }
+_SSM_SIZES = ("d_state", "d_conv", "expand", "headdim", "ngroups", "chunk_size")
 # Keys of `ssm_cfg` that concern initialisation or speed, never the function a trained model computes.
 _SSM_IGNORED = {"layer", "A_init_range", "conv_init", "use_mem_eff_path", "process_group", "sequence_parallel"}
 # Defaults of transformers' Mamba2Config.
@@ -73,6 +74,8 @@ _SIZES = (
     "expand",
     "vocab_size",
     "chunk_size",
+    "beta_rank",
+    "beta_groups",
 )
 
 
@@ -110,7 +113,7 @@ def detect(folder: Path, tensors: Mapping[str, TensorInfo]) -> Layout:
         for keys, reader in readers:
             if keys <= set(content):
                 layout = reader(path, content)
-                _check_geometry(path.name, layout.config)
+                _check_geometry(path.name, layout.config, len(tensors))
                 return layout
         raise CheckpointError(_unknown(path.name, content))
     raise CheckpointError(
@@ -161,6 +164,8 @@ def _from_mamba_ssm(path: Path, content: dict[str, Any]) -> Layout:
 
 def _ssm_geometry(where: str, settings: dict[str, Any], width: int) -> dict[str, Any]:
     """The part of the config that a `ssm_cfg`, completed by its defaults, decides."""
+    for key, value in (("d_model", width), *((f"ssm_cfg.{key}", settings[key]) for key in _SSM_SIZES)):
+        _require_size(where, key, value)
     inner = settings["expand"] * width
     if settings["d_ssm"] not in (None, inner):
         raise CheckpointError(
@@ -193,8 +198,9 @@ def _ssm_geometry(where: str, settings: dict[str, Any], width: int) -> dict[str,
 
 
 def _refuse_hybrid(where: str, content: dict[str, Any]) -> None:
-    attention = content.get("attn_layer_idx") or []
+    attention = content.get("attn_layer_idx")
     if attention:
+        attention = attention if isinstance(attention, list) else [attention]
         raise CheckpointError(
             f"{where}:attn_layer_idx: layers {', '.join(map(str, attention))} are attention blocks, only models "
             "of Mamba2 blocks alone are supported; choose another checkpoint"
@@ -260,6 +266,7 @@ def _from_hf(path: Path, content: dict[str, Any]) -> Layout:
 
 
 def _palimpsa_keys(where: str, content: dict[str, Any], layers: int) -> dict[str, Any]:
+    _require_size(where, "num_hidden_layers", layers)
     keys = {key: content[key] for key in _PALIMPSA_KEYS if key in content}
     swapped = keys.get("palimpsa_layers")
     if not isinstance(swapped, list) or not all(isinstance(i, int) and 0 <= i < layers for i in swapped):
@@ -275,13 +282,13 @@ def _palimpsa_keys(where: str, content: dict[str, Any], layers: int) -> dict[str
     return keys
 
 
-def _check_geometry(where: str, config: dict[str, Any]) -> None:
-    for key in _SIZES:
-        value = config[key]
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CheckpointError(
-                f"{where}: gives {key} = {value!r}, expected a whole number above 0; correct the config"
-            )
+def _check_geometry(where: str, config: dict[str, Any], tensors: int) -> None:
+    _check_types(where, config)
+    if config["num_hidden_layers"] > tensors:
+        raise CheckpointError(
+            f"{where}: gives num_hidden_layers = {config['num_hidden_layers']}, but the weights are {tensors} tensors "
+            "in all; the config belongs to other weights"
+        )
     heads, size = config["num_heads"], config["head_dim"]
     if heads * size != config["expand"] * config["hidden_size"]:
         expand, width = config["expand"], config["hidden_size"]
@@ -293,6 +300,31 @@ def _check_geometry(where: str, config: dict[str, Any]) -> None:
         raise CheckpointError(
             f"{where}: {config['n_groups']} groups do not divide {heads} heads; correct n_groups or num_heads"
         )
+
+
+def _check_types(where: str, config: dict[str, Any]) -> None:
+    """Sizes are whole numbers above 0; switches, numbers and token ids are of the kind of their defaults."""
+    for key, value in config.items():
+        default = _HF_DEFAULTS.get(key)
+        if key in _SIZES:
+            _require_size(where, key, value)
+        elif isinstance(default, bool):
+            _require(isinstance(value, bool), where, key, value, "true or false")
+        elif isinstance(default, float):
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            _require(number and value >= 0, where, key, value, "a number from 0 up")
+        elif key.endswith("_token_id"):
+            ids = value if isinstance(value, list) and key == "eos_token_id" else [value]
+            _require(all(i is None or type(i) is int for i in ids), where, key, value, "a token's number")
+
+
+def _require(right: bool, where: str, key: str, value: Any, expected: str) -> None:
+    if not right:
+        raise CheckpointError(f"{where}: gives {key} = {value!r}, expected {expected}; correct it")
+
+
+def _require_size(where: str, key: str, value: Any) -> None:
+    _require(type(value) is int and value > 0, where, key, value, "a whole number above 0")
 
 
 def _limit(where: str, value: Any) -> tuple[float, float]:

@@ -142,7 +142,7 @@ def read_foreign_json(path: Path) -> dict[str, Any]:
 
     try:
         content = json.loads(path.read_text(encoding="utf-8"), object_hook=decode)
-    except (json.JSONDecodeError, UnicodeDecodeError, ValueError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path.name}: is not JSON ({error}); write or download the file again") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path.name}: holds a {type(content).__name__}, expected a table of keys and values")

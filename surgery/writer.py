@@ -6,6 +6,7 @@ Only one tensor is in memory, and none when it is a view of a mapped file in the
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import math
@@ -89,7 +90,7 @@ class StreamingSafetensorsWriter:
         self._shards = _split(self.specs, max_shard_size)
         self.files = _file_names(len(self._shards))
         self._slots: dict[str, _Slot] = {}
-        self._handles: list[int] = []
+        self._streams: list[io.FileIO] = []
         self._pending = {spec.name for spec in self.specs}
 
     def __enter__(self) -> StreamingSafetensorsWriter:
@@ -135,20 +136,19 @@ class StreamingSafetensorsWriter:
 
     def _begin(self, number: int, specs: list[TensorSpec]) -> None:
         header, offsets, size = _header(specs, self._metadata)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        self._handles.append(os.open(self._partial(number), flags, 0o644))
-        self._put(number, memoryview(header), 0)
-        self._slots.update({spec.name: _Slot(spec, number, offsets[spec.name]) for spec in specs})
         try:
-            os.ftruncate(self._handles[number], size)
+            self._streams.append(io.FileIO(self._partial(number), "wb"))
+            self._streams[number].truncate(size)
         except OSError as error:
             raise self._failed(number, error) from error
+        self._put(number, memoryview(header), 0)
+        self._slots.update({spec.name: _Slot(spec, number, offsets[spec.name]) for spec in specs})
 
     def _put(self, shard: int, data: memoryview, offset: int) -> None:
         try:
-            while data:
-                written = os.pwrite(self._handles[shard], data, offset)
-                data, offset = data[written:], offset + written
+            self._streams[shard].seek(offset)
+            while data:  # the system takes at most 2 GiB at a time
+                data = data[self._streams[shard].write(data) :]
         except OSError as error:
             raise self._failed(shard, error) from error
 
@@ -176,8 +176,8 @@ class StreamingSafetensorsWriter:
         logger.info("wrote %s in %d file(s)", human_bytes(self.total_bytes), len(self.files))
 
     def _close(self) -> None:
-        while self._handles:
-            os.close(self._handles.pop())
+        while self._streams:
+            self._streams.pop().close()
 
     def _discard(self) -> None:
         with contextlib.suppress(OSError):

@@ -6,7 +6,8 @@ import pickle
 import pico
 import pytest
 import torch
-from palimpsa_surgery.base.errors import CheckpointError
+from palimpsa_surgery.base.errors import CheckpointError, PalimpsaError
+from palimpsa_surgery.modeling.configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 from palimpsa_surgery.surgery.checkpoint import open_checkpoint
 
 
@@ -212,3 +213,53 @@ def test_a_plain_pickle_is_refused(tmp_path, capsys):
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"b": Evil()}))
     refused(tmp_path, r"pytorch_model.bin: cannot be read as a torch file \(Unsupported operand")
     assert "must not run" not in capsys.readouterr().out
+
+
+# Nonsense of every kind is one line of refusal, never another error and never a hang.
+
+
+def refusal(folder):
+    """The message of the refusal, None when the folder opens and its config is good for the model; any other error
+    fails the test."""
+    try:
+        PalimpsaMamba2Config(**open_checkpoint(folder).config)
+    except PalimpsaError as error:
+        return str(error)
+    return None
+
+
+NONSENSE = ["x", -1, 0, 2.5, True, [], [None], {}, {"a": 1}, 10**12, "3"]
+
+
+@pytest.mark.parametrize("writer", [pico.write_mamba_ssm, pico.write_hf, pico.write_codestral])
+@pytest.mark.parametrize("value", NONSENSE, ids=repr)
+def test_nonsense_in_any_key_of_a_config(tmp_path, writer, value):
+    sizes = {"swapped": (1,)} if writer is pico.write_hf else {}
+    writer(tmp_path, **sizes)
+    path = next(path for path in tmp_path.iterdir() if path.name in ("config.json", "params.json"))
+    content = json.loads(path.read_text())
+    nested = [("ssm_cfg", key) for key in content.get("ssm_cfg", {})]
+    for table, key in [(None, key) for key in content] + nested:
+        changed = json.loads(json.dumps(content))
+        (changed if table is None else changed[table])[key] = value
+        path.write_text(json.dumps(changed))
+        assert "\n" not in (refusal(tmp_path) or "")
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("writer", [pico.write_mamba_ssm, pico.write_hf])
+def test_flipped_bytes_in_a_weights_file(tmp_path, writer, seed):
+    writer(tmp_path)
+    path = next(path for path in tmp_path.iterdir() if path.suffix in (".bin", ".safetensors"))
+    whole = path.read_bytes()
+    random = torch.Generator().manual_seed(seed)
+    refusals = 0
+    for _ in range(25):
+        content = bytearray(whole)
+        for place in torch.randint(0, 2500, (3,), generator=random).tolist():
+            content[place] ^= 1 << int(torch.randint(0, 8, (), generator=random))
+        path.write_bytes(content)
+        message = refusal(tmp_path)
+        refusals += message is not None
+        assert "\n" not in (message or "")
+    assert refusals > 5

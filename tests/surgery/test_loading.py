@@ -41,6 +41,31 @@ def test_codestral_loads(tmp_path):
     assert logits(load_model(tmp_path, dtype=torch.float32)).isfinite().all()
 
 
+@pytest.mark.parametrize("limit", [(0.0, float("inf")), (0.02, 0.1)])
+def test_an_export_of_transformers_gives_the_logits_of_its_own_class(tmp_path, limit):
+    """With one group the stock class computes what mamba_ssm does; its config.json spells infinity its own way."""
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Mamba2Config(
+        hidden_size=32,
+        num_heads=8,
+        head_dim=8,
+        n_groups=1,
+        state_size=16,
+        num_hidden_layers=2,
+        vocab_size=40,
+        chunk_size=4,
+        time_step_limit=limit,
+    )
+    stock = Mamba2ForCausalLM(config).eval()
+    stock.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = stock(IDS, use_cache=False).logits
+    found = logits(load_model(tmp_path))
+    assert (found - expected).norm() / expected.norm() < 1e-5
+
+
 @pytest.mark.parametrize("swapped", [(), (1,)])
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float64])
 def test_dtypes_are_as_asked_and_the_decay_stays_wide(tmp_path, dtype, swapped):

@@ -1,9 +1,6 @@
 """The streaming writer against safetensors' own reading, and its failures, which leave nothing behind."""
 
 import json
-import subprocess
-import sys
-import textwrap
 from collections import namedtuple
 
 import pico
@@ -208,23 +205,35 @@ def test_a_disk_too_small_is_known_before_a_byte_is_written(tmp_path, monkeypatc
     assert_nothing_left(tmp_path)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files the way Linux does")
-@pytest.mark.parametrize("limit", [100, 3000, 4090])
-def test_a_disk_that_fills_up_leaves_nothing(tmp_path, limit):
-    """A limit on file sizes stands for a full disk: the write fails in the header, in the data, at its last bytes."""
-    code = f"""
-        import resource, torch
-        from pathlib import Path
-        from palimpsa_surgery.base.errors import CheckpointError
-        from palimpsa_surgery.surgery.writer import TensorSpec, write_tensors
-        resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
-        specs = [TensorSpec(name, (500,), torch.float32) for name in "ab"]
-        try:
-            write_tensors({str(tmp_path)!r}, specs, lambda name: torch.zeros(500))
-        except CheckpointError as error:
-            print(error)
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
-    assert "model.safetensors: cannot be written (File too large), " in done.stdout
-    assert "are needed in all" in done.stdout
+@pytest.fixture
+def limit_file_sizes():
+    """Sets a limit that stands for a full disk: the system refuses to write beyond it."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda limit: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("limit", [0, 100, 4090])
+def test_a_disk_that_fills_up_leaves_nothing(tmp_path, limit_file_sizes, limit):
+    specs = [TensorSpec(name, (500,), torch.float32) for name in "ab"]
+    limit_file_sizes(limit)
+    with pytest.raises(
+        CheckpointError, match=r"model.safetensors: cannot be written \(File too large\), 3.9 KiB are needed"
+    ):
+        write_tensors(tmp_path, specs, lambda name: torch.zeros(500))
+    limit_file_sizes(2**40)
+    assert_nothing_left(tmp_path)
+
+
+def test_a_disk_that_fills_up_in_the_middle(tmp_path, limit_file_sizes):
+    specs = [TensorSpec(name, (500,), torch.float32) for name in "ab"]
+    with (
+        pytest.raises(CheckpointError, match=r"cannot be written \(File too large\)"),
+        StreamingSafetensorsWriter(tmp_path, specs) as writer,
+    ):
+        writer.write("a", torch.zeros(500))
+        limit_file_sizes(3000)
+        writer.write("b", torch.zeros(500))
+    limit_file_sizes(2**40)
     assert_nothing_left(tmp_path)
