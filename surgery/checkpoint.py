@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Mapping
@@ -323,15 +322,18 @@ def _listing(names: list[str]) -> str:
 def _surroundings(source: Source) -> dict[str, Any]:
     """What lies beside the weights: licence, base model, tokenizer, generation config."""
     card = card_metadata(source.folder)
-    base = source.source_id if source.hub else card.get("base_model")
-    if isinstance(base, list):
-        base = base[0] if base else None
+    base = source.source_id if source.hub else _one_name(card.get("base_model"))
     generation = source.folder / "generation_config.json"
-    licence = card.get("license")
     return {
         "source_id": source.source_id,
-        "license": json.dumps(licence) if isinstance(licence, list) else licence,
+        "license": _one_name(card.get("license")),
         "base_model": base,
         "tokenizer_files": tokenizer_files(source.folder),
         "generation_config": read_foreign_json(generation) if generation.is_file() else None,
     }
+
+
+def _one_name(value: Any) -> str | None:
+    """A card's key that may hold one name or a list of them: the name when there is exactly one."""
+    names = value if isinstance(value, list) else [value]
+    return names[0] if len(names) == 1 and isinstance(names[0], str) else None

@@ -240,7 +240,16 @@ def test_licence_base_model_generation_config_and_tokenizer_come_along(tmp_path)
     assert [path.name for path in checkpoint.tokenizer_files] == ["tokenizer.json"]
 
 
-@pytest.mark.parametrize("card", [None, "# no metadata\n", "---\n: : broken [\n---\n", "---\n- a list\n---\n"])
+@pytest.mark.parametrize(
+    "card",
+    [
+        None,
+        "# no metadata\n",
+        "---\n: : broken [\n---\n",
+        "---\n- a list\n---\n",
+        "---\nlicense: [mit, bsd]\nbase_model: 3\n---\n",
+    ],
+)
 def test_a_licence_is_never_invented(tmp_path, card):
     pico.write_hf(tmp_path)
     if card is not None:

@@ -228,7 +228,7 @@ def refusal(folder):
     return None
 
 
-NONSENSE = ["x", -1, 0, 2.5, True, [], [None], {}, {"a": 1}, 10**12, "3"]
+NONSENSE = ["x", -1, 2.5, True, [None], {"a": 1}, 10**12]
 
 
 @pytest.mark.parametrize("writer", [pico.write_mamba_ssm, pico.write_hf, pico.write_codestral])
