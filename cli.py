@@ -235,8 +235,8 @@ def convert(
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 (default: the source's).")] = None,
     verify: Annotated[str, typer.Option(help="What is compared with the source: auto, logits, layers, none.")] = "auto",
     data: Data = None,
-    tokens: Tokens = 65536,
-    seq_len: SeqLen = 2048,
+    tokens: Annotated[int | None, typer.Option(help="How many tokens of the text to measure on (16384).")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens in a window (2048).")] = None,
     seed: Annotated[int | None, typer.Option(help="Of every random choice (default 0).")] = None,
     device: Device = "auto",
     tokenizer: Tokenizer = None,
@@ -255,7 +255,9 @@ def convert(
         plan=plan,
         profile=profile,
         layers=layers and parse_layers(layers),
-        measuring=MeasureOptions(data, tokens, seq_len, seed or 0, _device(device), tokenizer),
+        measuring=MeasureOptions(
+            **_given(data=data, tokens=tokens, seq_len=seq_len, seed=seed, tokenizer=tokenizer), device=_device(device)
+        ),
         dtype=dtype,
         verify=verify,
         force=force,
