@@ -261,3 +261,14 @@ def test_stderr_stays_empty_when_quiet_and_stdout_is_json_alone(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, env=dict(os.environ))
     assert result.stderr == ""
     assert json.loads(result.stdout)["source"] == "mamba2-docs-1m"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_page_lists_every_option(verb):
+    page = (Path(__file__).resolve().parent.parent / "docs" / "cli.md").read_text(encoding="utf-8")
+    section = re.search(rf"^## palimpsa {verb}\b.*?(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+    assert section, f"docs/cli.md does not have {verb}"
+    for parameter in typer.main.get_command(cli.app).commands[verb].params:
+        if parameter.param_type_name == "option" and parameter.name not in ("verbose", "quiet"):
+            listed = f"`{', '.join(sorted(parameter.opts, key=len))}`"
+            assert listed in section.group(), f"{verb}: {listed}"
