@@ -47,3 +47,7 @@ class KernelUnavailableError(PalimpsaError):
 
 class TrainingError(PalimpsaError):
     """Fine-tuning had to stop: a loss that is not finite, data that ran out, a run that cannot be resumed."""
+
+
+class EvaluationError(PalimpsaError):
+    """A model cannot be evaluated: a loss that is not finite, a harness that is missing or stops."""

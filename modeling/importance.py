@@ -24,6 +24,8 @@ class LayerImportance:
         head_spread: mean I of the head with the most over that of the head with the least. The gated norm hides a
             scale that all heads of a group share, so that a head that drowns in importance shows only here.
         sequences: how many sequences went in.
+        head_ratio: the metaplasticity ratio of each head.
+        head_mean: mean I of each head.
     """
 
     layer: int
@@ -33,6 +35,8 @@ class LayerImportance:
     ratio: float
     head_spread: float
     sequences: int
+    head_ratio: tuple[float, ...]
+    head_mean: tuple[float, ...]
 
 
 class ImportanceRecorder:
@@ -46,7 +50,7 @@ class ImportanceRecorder:
         importance = (prior.to(J.dtype).view(-1, 1, 1) + J).flatten(2)
         synapses = importance.shape[-1]
         low, high = (importance.kthvalue(1 + round(q * (synapses - 1)), dim=-1).values for q in (LOW, HIGH))
-        figures = [importance.mean(), low.mean(), high.mean(), (high / low).mean(), importance.mean((0, 2))]
+        figures = [importance.mean(), low.mean(), high.mean(), (high / low).mean(0), importance.mean((0, 2))]
         count = J.shape[0]
         before = self._sums.setdefault(layer, [0, 0.0, 0.0, 0.0, 0.0, 0.0])
         self._sums[layer] = [before[0] + count, *(b + f * count for b, f in zip(before[1:], figures, strict=True))]
@@ -55,10 +59,19 @@ class ImportanceRecorder:
         """The averages by layer index, in order; empty when nothing was seen."""
         result = {}
         for layer, (count, *sums) in sorted(self._sums.items()):
-            mean, low, high, ratio = (float(value / count) for value in sums[:4])
-            by_head = sums[4] / count
-            spread = float(by_head.max() / by_head.min())
-            result[layer] = LayerImportance(layer, mean, low, high, ratio, spread, count)
+            mean, low, high = (float(value / count) for value in sums[:3])
+            ratios, means = ((value / count).tolist() for value in sums[3:])
+            result[layer] = LayerImportance(
+                layer,
+                mean,
+                low,
+                high,
+                ratio=sum(ratios) / len(ratios),
+                head_spread=max(means) / min(means),
+                sequences=count,
+                head_ratio=tuple(ratios),
+                head_mean=tuple(means),
+            )
         return result
 
 

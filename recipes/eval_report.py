@@ -1,0 +1,216 @@
+"""eval.json: what was measured of one model, or of two side by side with their differences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from ..base.errors import EvaluationError
+from ..base.schemas import StrictModel, StrictPart, read_model, write_model
+from .bootstrap import Figure, difference, estimate
+from .suites import Measurement
+
+
+class EvalFigure(StrictPart):
+    """A value and its bootstrap standard error; no error when a single sample says nothing about it."""
+
+    value: float
+    error: float | None
+
+
+class EvalRow(StrictPart):
+    """One line of the table.
+
+    Attributes:
+        name: what was measured.
+        at: where: length, depth, layer, ...
+        unit: of the values.
+        better: which direction is an improvement, if either is.
+        chance: what guessing would give.
+        samples: windows, sequences, questions or timings behind the figure.
+        model: None when the model has nothing to measure here (importance of a plain Mamba2).
+        against: of the model it is compared with.
+        difference: model - against; errors of paired samples.
+        detail: left out of the table for people.
+    """
+
+    name: str
+    at: dict[str, int | float] = {}
+    unit: str
+    better: Literal["lower", "higher"] | None = None
+    chance: float | None = None
+    samples: int
+    model: EvalFigure | None = None
+    against: EvalFigure | None = None
+    difference: EvalFigure | None = None
+    detail: bool = False
+
+    @property
+    def figures(self) -> tuple[EvalFigure | None, EvalFigure | None]:
+        """Of the model and of the one it is compared with."""
+        return self.model, self.against
+
+    @property
+    def place(self) -> str:
+        """`at` as text."""
+        return ", ".join(
+            f"{key} {value:,}" if isinstance(value, int) else f"{key} {value:g}" for key, value in self.at.items()
+        )
+
+
+class EvalSuite(StrictPart):
+    """One suite: its rows, and the name of its picture beside the file."""
+
+    rows: list[EvalRow]
+    notes: list[str] = []
+    plot: str | None = None
+
+
+class EvaluatedModel(StrictPart):
+    """Which model: never a path."""
+
+    name: str
+    fingerprint: str
+    layout: str
+    parameters: int
+    dtype: str
+    palimpsa_layers: list[int]
+
+
+class EvalData(StrictPart):
+    """Which text: `embedded:sqlite-docs`, a file's name, or a dataset's id."""
+
+    name: str
+    tokens: int
+    tokenizer: str
+
+
+class EvalReport(StrictModel):
+    """The file eval.json.
+
+    Attributes:
+        version: of this package.
+        model: the one evaluated.
+        against: the one it is compared with.
+        data: the text.
+        device: what it ran on.
+        backends: kernels that ran, by kind of layer.
+        options: how much was measured.
+        suites: results by name of the suite; `lm_eval` holds those of the harness.
+    """
+
+    version: str
+    model: EvaluatedModel
+    against: EvaluatedModel | None = None
+    data: EvalData
+    device: str
+    backends: dict[str, str] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
+    suites: dict[str, EvalSuite]
+
+    def row(self, suite: str, name: str, **at: float) -> EvalRow:
+        """The row `name` of a suite at that place.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for row in self.suites[suite].rows:
+            if row.name == name and row.at == at:
+                return row
+        raise KeyError(f"{suite}: no row {name} at {at}")
+
+    def table_rows(self) -> list[tuple[str, ...]]:
+        """The rows for `base.console.table`, as text under `table_headers`."""
+        found = []
+        for suite, content in self.suites.items():
+            for row in content.rows:
+                if not row.detail:
+                    cells = [_cell(row.model), _cell(row.against), _cell(row.difference, sign=True)]
+                    kept = cells if self.against else cells[:1]
+                    found.append((suite, row.name, row.place, row.unit, *(part for cell in kept for part in cell)))
+        return found
+
+    def table_headers(self) -> tuple[str, ...]:
+        """What the columns of `table_rows` are."""
+        first = ("suite", "measured", "at", "unit", "model", "+-")
+        return first if self.against is None else (*first, "against", "+-", "difference", "+-")
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader should know, each once."""
+        return list(dict.fromkeys(note for suite in self.suites.values() for note in suite.notes))
+
+
+def compare(
+    suite: str,
+    first: Sequence[Measurement],
+    second: Sequence[Measurement] | None,
+    names: Sequence[str],
+) -> list[EvalRow]:
+    """Rows of both models' measurements, in the order of the first; what only the second has comes last.
+
+    Raises:
+        EvaluationError: a figure is not finite.
+    """
+    mine = {measurement.key: measurement for measurement in first}
+    theirs = {measurement.key: measurement for measurement in second or ()}
+    rows = []
+    for key in dict.fromkeys([*mine, *theirs]):
+        rows.append(_row(suite, mine.get(key), theirs.get(key), names))
+    return rows
+
+
+def _row(suite: str, mine: Measurement | None, theirs: Measurement | None, names: Sequence[str]) -> EvalRow:
+    shown = mine or theirs
+    figures = [None if m is None else _figure(m, f"{names[i]}, suite {suite}") for i, m in enumerate((mine, theirs))]
+    return EvalRow(
+        name=shown.name,
+        at=dict(shown.at),
+        unit=shown.unit,
+        better=shown.better,
+        chance=shown.chance,
+        samples=len(shown.samples),
+        model=figures[0],
+        against=figures[1],
+        difference=None if mine is None or theirs is None else _difference(mine, theirs, figures),
+        detail=shown.detail,
+    )
+
+
+def _figure(measurement: Measurement, where: str) -> EvalFigure:
+    found = estimate(measurement.samples, exponential=measurement.exponential)
+    if not np.isfinite(found.value):
+        raise EvaluationError(
+            f"{where}: {measurement.name} at {dict(measurement.at)} is {found.value}, not a number to report; look for "
+            f"weights that are not finite, or try --dtype float32"
+        )
+    return EvalFigure(value=found.value, error=found.error if measurement.error is None else measurement.error)
+
+
+def _difference(mine: Measurement, theirs: Measurement, figures: Sequence[EvalFigure]) -> EvalFigure:
+    paired = mine.paired and len(mine.samples) == len(theirs.samples)
+    found = difference(mine.samples, theirs.samples, exponential=mine.exponential, paired=paired)
+    if mine.error is not None and theirs.error is not None:
+        found = Figure(found.value, float(np.hypot(mine.error, theirs.error)))
+    return EvalFigure(value=found.value, error=found.error)
+
+
+def _cell(figure: EvalFigure | None, sign: bool = False) -> tuple[str, str]:
+    if figure is None:
+        return "-", "-"
+    digits = f"{figure.value:{'+' if sign else ''}.5g}"
+    return digits, "-" if figure.error is None else f"{figure.error:.2g}"
+
+
+def write_report(report: EvalReport, path: str | Path) -> None:
+    """Writes eval.json whole or not at all."""
+    write_model(report, path)
+
+
+def read_report(path: str | Path) -> EvalReport:
+    """Reads eval.json; `SchemaError` names file and key of a mistake."""
+    return read_model(EvalReport, path)

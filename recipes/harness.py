@@ -1,0 +1,127 @@
+"""Tasks of lm-evaluation-harness (the optional package lm-eval) on a model that is loaded already."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..base.errors import EvaluationError, UsageError
+from .bootstrap import estimate
+from .suites import Measurement, SuiteResult
+
+_AGREEMENT = 1e-6
+"""Relative: samples are kept when their mean is the figure that the harness itself gives."""
+
+
+def run_tasks(
+    model: Any, tokenizer: Any, tasks: Sequence[str], *, limit: int | None = None, batch_size: int = 1
+) -> SuiteResult:
+    """Every metric of every task.
+
+    Differences of two models are paired over the questions wherever the metric is a mean over questions (accuracies)
+    or a perplexity; for others the errors of the harness are combined.
+
+    Args:
+        model: a transformers causal LM.
+        tokenizer: its tokenizer.
+        tasks: names that the harness knows, or `.yaml` files of tasks of one's own.
+        limit: questions of each task at most.
+        batch_size: questions at a time.
+
+    Raises:
+        EvaluationError: lm-eval is not installed, or cannot load a task.
+        UsageError: a task is unknown, or a file does not exist.
+    """
+    try:
+        from lm_eval import simple_evaluate  # the package is optional
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise EvaluationError(
+            f"--lm-eval needs the package lm-eval, which cannot be imported ({error}); install palimpsa-surgery[eval]"
+        ) from error
+    logging.getLogger("lm_eval").setLevel(logging.WARNING)
+    names, folders = _named(tasks)
+    manager = TaskManager(include_path=folders or None)
+    unknown = [name for name in names if not manager.match_tasks([name])]
+    if unknown:
+        raise UsageError(
+            f"--lm-eval: the harness knows no task {', '.join(unknown)}; `lm_eval ls tasks` lists them, and a task of "
+            f"your own is given as its .yaml file"
+        )
+    harness_model = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
+    try:
+        found = simple_evaluate(harness_model, tasks=names, limit=limit, task_manager=manager, bootstrap_iters=1000)
+    except (OSError, ValueError, KeyError, ConnectionError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise EvaluationError(
+            f"--lm-eval {','.join(tasks)}: the harness stopped ({reason}); check that its data sets can be reached"
+        ) from error
+    return SuiteResult(_measurements(found))
+
+
+def _named(tasks: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The names of the tasks, those in files included, and the folders of the files."""
+    names, folders = [], []
+    for task in tasks:
+        path = Path(task)
+        if path.suffix not in (".yaml", ".yml"):
+            names.append(task)
+            continue
+        if not path.is_file():
+            raise UsageError(f"--lm-eval {task}: no such file; give a task's name, or a .yaml file that exists")
+        # Not parsed as YAML: such files may hold tags that only the harness understands.
+        named = re.search(r"^task:\s*['\"]?([\w.-]+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        if named is None:
+            raise UsageError(f"--lm-eval {task}: the file names no task; add a line such as task: my_task")
+        names.append(named.group(1))
+        folders.append(str(path.resolve().parent))
+    return names, list(dict.fromkeys(folders))
+
+
+def _measurements(found: Mapping[str, Any]) -> list[Measurement]:
+    made = []
+    for task, metrics in found["results"].items():
+        for key, value in metrics.items():
+            metric, _, filtered = key.partition(",")
+            if not filtered or metric.endswith("_stderr") or not isinstance(value, (int, float)):
+                continue
+            error = metrics.get(f"{metric}_stderr,{filtered}")
+            error = float(error) if isinstance(error, (int, float)) and math.isfinite(error) else None
+            higher = found.get("higher_is_better", {}).get(task, {}).get(metric)
+            better = None if higher is None else "higher" if higher else "lower"
+            label = f"{task} {metric}" if filtered == "none" else f"{task} {metric} ({filtered})"
+            questions = [s for s in found.get("samples", {}).get(task, ()) if s.get("filter", "none") == filtered]
+            samples, exponential = _samples([question.get(metric) for question in questions], float(value))
+            if samples is None:
+                samples, own = np.array([[float(value), 1.0]]), error
+            else:
+                own = None
+            made.append(Measurement(label, "", samples, {}, better, exponential=exponential, error=own))
+    return made
+
+
+def _samples(values: Sequence[Any], figure: float) -> tuple[np.ndarray | None, bool]:
+    """Samples whose ratio (or its exponential, the second result) is the harness's own figure; None if none are."""
+    forms: list[tuple[Callable[[Any], tuple[float, float]], bool]] = [
+        (lambda value: (float(value), 1.0), False),  # a mean over questions
+        (lambda value: (-float(value), 1.0), True),  # a perplexity of log-likelihoods
+        (lambda value: (-float(value[0]), float(value[1])), True),  # the same by words or bytes
+        (lambda value: (-float(value[0]) / math.log(2), float(value[1])), False),  # bits a byte
+    ]
+    for form, exponential in forms:
+        try:
+            samples = np.array([form(value) for value in values])
+        except (TypeError, ValueError, IndexError):
+            continue
+        if len(samples) and math.isclose(
+            estimate(samples, exponential=exponential).value, figure, rel_tol=_AGREEMENT, abs_tol=1e-12
+        ):
+            return samples, exponential
+    return None, False

@@ -1,0 +1,22 @@
+"""Loss and perplexity at several lengths: the same text each time, cut shorter or longer."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .suites import EvalOptions, EvalText, Measurement, Subject, SuiteResult
+
+
+def run(subject: Subject, text: EvalText, options: EvalOptions) -> SuiteResult:
+    """Mean next-token loss over windows of each length, in nats a token, and its exponential."""
+    found, notes = [], []
+    for length in options.lengths:
+        losses = subject.losses(text, length, options.chunk)
+        actual = len(losses[0]) + 1
+        if actual < length:
+            notes.append(f"the text does not fill a window of {length} tokens; one of {actual} was used instead")
+        samples = np.array([(window.sum(), len(window)) for window in losses])
+        at = {"length": actual}
+        found.append(Measurement("loss", "nats", samples, at, "lower"))
+        found.append(Measurement("perplexity", "tokens", samples, at, "lower", exponential=True))
+    return SuiteResult(found, notes)

@@ -1,0 +1,248 @@
+"""The suites of `palimpsa evaluate`, and what they share. A new suite is one file and one line in `SUITES`.
+
+A suite's module offers `run(subject, text, options) -> SuiteResult`, called once a model, and, when it has a picture,
+`draw(rows, names, path)` for the rows of the report. What it measures are ratios over samples, so that errors,
+differences and the table need to know nothing of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from ..base.errors import DataError, EvaluationError, UsageError
+from ..base.text import token_windows
+from .streaming import stream_losses
+
+SUITES = {
+    "loss": "suite_loss",
+    "positions": "suite_positions",
+    "recall": "suite_recall",
+    "needle": "suite_needle",
+    "speed": "suite_speed",
+    "importance": "suite_importance",
+}
+_RAREST = 256
+"""Tokens drawn for a probe come from so many of the rarest in the text around it."""
+
+
+def suite_module(name: str) -> ModuleType:
+    """The module of a suite; `UsageError` for a name that is not in `SUITES`."""
+    if name not in SUITES:
+        raise UsageError(f"suite {name!r} does not exist; expected some of {', '.join(SUITES)}")
+    return importlib.import_module(f".{SUITES[name]}", __package__)
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """How much is measured.
+
+    Attributes:
+        lengths: tokens of a sequence, for every suite; the longest is the one that positions are counted in.
+        tokens: of text, at each length, for the losses.
+        seed: of the choice of text, and of everything drawn.
+        trials: sequences for each setting of a probe.
+        pairs: key-value pairs of the recall probe.
+        depths: where the needle is put, 0 the beginning and 1 the end.
+        chunk: tokens of a forward pass; longer sequences go through the cache in pieces.
+        repeats: timings of each speed.
+        decode_tokens: tokens of a timing of decoding.
+    """
+
+    lengths: tuple[int, ...] = (512, 2048)
+    tokens: int = 16384
+    seed: int = 0
+    trials: int = 4
+    pairs: tuple[int, ...] = (4, 16)
+    depths: tuple[float, ...] = (0.0, 0.5, 1.0)
+    chunk: int = 2048
+    repeats: int = 3
+    decode_tokens: int = 32
+
+    def __post_init__(self) -> None:
+        for name in ("lengths", "pairs", "depths"):
+            object.__setattr__(self, name, tuple(sorted(set(getattr(self, name)))))
+            if not getattr(self, name):
+                raise UsageError(f"{name} is empty, expected at least one number")
+        if self.lengths[0] < 2:
+            raise UsageError(f"lengths: a sequence of {self.lengths[0]} tokens predicts nothing; give 2 or more")
+        if self.pairs[0] < 2:
+            raise UsageError(f"pairs: {self.pairs[0]} pair(s) leave nothing to choose from; give 2 or more")
+        if self.depths[0] < 0 or self.depths[-1] > 1:
+            raise UsageError(f"depths: {self.depths} must lie between 0 (the beginning) and 1 (the end)")
+        for name in ("trials", "chunk", "repeats", "decode_tokens"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}, expected at least 1")
+
+    @property
+    def longest(self) -> int:
+        return self.lengths[-1]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One figure of one model: sum(samples[:, 0]) / sum(samples[:, 1]).
+
+    Attributes:
+        name: what it is; together with `at` it is unique in its suite.
+        unit: of the value.
+        samples: [n, 2], a sum and its weight each; row i is of the same text for every model unless not `paired`.
+        at: where it was taken (length, depth, layer, ...).
+        better: which direction is an improvement, if either is.
+        chance: what guessing would give.
+        exponential: the value is exp of the ratio.
+        paired: whether samples of two models belong together.
+        detail: only for the file and the pictures, left out of the table.
+        error: of a figure that comes with its own; otherwise it is bootstrapped from the samples.
+    """
+
+    name: str
+    unit: str
+    samples: np.ndarray
+    at: Mapping[str, float | int] = field(default_factory=dict)
+    better: Literal["lower", "higher"] | None = None
+    chance: float | None = None
+    exponential: bool = False
+    paired: bool = True
+    detail: bool = False
+    error: float | None = None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (self.name, *self.at.items())
+
+
+class SuiteResult(NamedTuple):
+    """What a suite measured of one model, and what a reader should know about it."""
+
+    measurements: Sequence[Measurement]
+    notes: Sequence[str] = ()
+
+
+class EvalText:
+    """The text of an evaluation, cut into windows of any length; the same for every model.
+
+    Args:
+        data: as for `base.text.iter_documents`.
+        tokenizer: of the models.
+        tokens: how many to take at each length, at least one window.
+        seed: of the order of the documents.
+        vocab_size: rows of the smallest embedding.
+    """
+
+    def __init__(self, data: str | Path | None, tokenizer: Any, *, tokens: int, seed: int, vocab_size: int) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.seed = seed
+        self._source, self._tokens = data, tokens
+        self._windows: dict[int, list[np.ndarray]] = {}
+
+    def windows(self, length: int) -> list[np.ndarray]:
+        """Windows of `length` tokens; one shorter window when the text does not fill one."""
+        if length not in self._windows:
+            self._windows[length], _ = token_windows(
+                self._source,
+                self.tokenizer,
+                tokens=max(self._tokens, length),
+                seq_len=length,
+                seed=self.seed,
+                vocab_size=self.vocab_size,
+            )
+        return self._windows[length]
+
+    @cached_property
+    def stream(self) -> np.ndarray:
+        """All of the text in one piece, or what there is of it."""
+        return self.windows(self._tokens)[0]
+
+    def filler(self, length: int, number: int) -> np.ndarray:
+        """`length` tokens of running text, another part of it for each `number` as far as it goes round.
+
+        Raises:
+            DataError: the text is shorter than that.
+        """
+        if not length:
+            return np.empty(0, np.int64)
+        if len(self.stream) < length:
+            raise DataError(
+                f"the text holds {len(self.stream)} tokens, fewer than the {length} asked for; give more --data"
+            )
+        return np.roll(self.stream, -((number * length) % len(self.stream)))[:length]
+
+    def rare_tokens(self, count: int, around: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+        """`count` different tokens, drawn from those of the text that are rarest in `around`.
+
+        They occur in the text, so the model knows them; special tokens are never among them.
+
+        Raises:
+            DataError: the text has fewer different tokens.
+        """
+        known = np.setdiff1d(self.stream, self.tokenizer.all_special_ids)
+        if len(known) < count:
+            raise DataError(
+                f"the text has {len(known)} different tokens, too few to draw {count}; give more --tokens or --data"
+            )
+        uses = np.bincount(around, minlength=self.vocab_size)[known]
+        order = np.lexsort((generator.random(len(known)), uses))
+        return generator.permutation(known[order[: max(count, _RAREST)]])[:count]
+
+
+class Subject:
+    """A model under evaluation.
+
+    Args:
+        model: a causal LM in eval mode.
+        name: how errors call it.
+    """
+
+    def __init__(self, model: Any, name: str) -> None:
+        self.model = model
+        self.name = name
+        self._losses: dict[int, list[np.ndarray]] = {}
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def tensor(self, ids: np.ndarray) -> torch.Tensor:
+        """Token ids on the model's device."""
+        return torch.from_numpy(np.ascontiguousarray(ids)).to(self.device)
+
+    def losses(self, text: EvalText, length: int, chunk: int) -> list[np.ndarray]:
+        """The loss of every target of every window of `length` tokens; each [T - 1]; computed once.
+
+        Raises:
+            EvaluationError: one is not finite.
+        """
+        if length not in self._losses:
+            windows = text.windows(length)
+            found: list[np.ndarray] = []
+            rows = max(1, chunk // len(windows[0]))
+            for start in range(0, len(windows), rows):
+                ids = self.tensor(np.stack(windows[start : start + rows]))
+                found += list(stream_losses(self.model, ids, chunk).double().numpy())
+            self._check(found, length)
+            self._losses[length] = found
+        return self._losses[length]
+
+    def _check(self, losses: list[np.ndarray], length: int) -> None:
+        for number, values in enumerate(losses):
+            if not np.isfinite(values).all():
+                position = int(np.argmin(np.isfinite(values)))
+                raise EvaluationError(
+                    f"{self.name}: the loss is not finite in window {number} of {length} tokens, first at token "
+                    f"{position + 1}; look for weights that are not finite, or try --dtype float32"
+                )
+
+
+def generator_for(seed: int, *numbers: int) -> np.random.Generator:
+    """Random numbers that depend on the seed and on the setting only, so that every model meets the same questions."""
+    return np.random.Generator(np.random.PCG64([seed, *numbers]))
