@@ -27,7 +27,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Source = Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint's folder or a Hub id.")]
+Source = Annotated[
+    str, typer.Argument(metavar="SRC", help="A checkpoint's folder, a Hub id, or embedded:mamba2-docs-1m.")
+]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder or a Hub id, source or converted.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an output that exists.")]

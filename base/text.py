@@ -22,6 +22,7 @@ from .errors import CheckpointError, DataError, UsageError
 logger = logging.getLogger(__name__)
 
 EMBEDDED_TEXT = "embedded:sqlite-docs"
+EMBEDDED_CHECKPOINT = "embedded:mamba2-docs-1m"
 _ASSETS = Path(__file__).resolve().parent.parent / "assets"
 _SUFFIXES = (".jsonl", ".json", ".txt")
 _POOL_CHARACTERS = 64 << 20

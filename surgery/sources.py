@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from ..base.errors import CheckpointError
+from ..base.text import EMBEDDED_CHECKPOINT, embedded_checkpoint_path
 
 logger = logging.getLogger(__name__)
 
@@ -66,14 +67,14 @@ def resolve(src: str | Path, *, revision: str | None = None, token: str | None =
     """Finds the folder of `src`, fetching from the Hub what an id needs and nothing more.
 
     Args:
-        src: a folder, or a Hub id (`owner/name`). An existing folder wins over an id.
+        src: a folder, a Hub id (`owner/name`), or `EMBEDDED_CHECKPOINT`. An existing folder wins over an id.
         revision: branch, tag or commit of a Hub id.
         token: the Hub token; by default the one huggingface_hub has stored.
 
     Raises:
         CheckpointError: nothing is there, or `src` is a file.
     """
-    path = Path(src).expanduser()
+    path = embedded_checkpoint_path() if str(src) == EMBEDDED_CHECKPOINT else Path(src).expanduser()
     if path.is_dir():
         return Source(path, path.resolve().name, hub=False)
     if path.exists():

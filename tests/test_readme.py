@@ -49,9 +49,7 @@ REMOTE = [command for command in commands() if needs_the_hub(command)]
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory) -> Path:
     """The folder a reader works in; the commands and programs below run in it one after the other."""
-    folder = tmp_path_factory.mktemp("reader")
-    (folder / "assets").symlink_to(ROOT / "assets")
-    return folder
+    return tmp_path_factory.mktemp("reader")
 
 
 def test_the_page_has_what_is_tested_here():
@@ -90,7 +88,7 @@ def test_commands_that_need_the_hub_are_understood(command):
 def test_the_programs_run(reader, number, monkeypatch):
     monkeypatch.chdir(reader)
     if number == 1 and not (reader / "converted").is_dir():
-        CliRunner().invoke(cli.app, ["convert", "assets/mamba2-docs-1m", "converted", "--layers", "3,", "-q"])
+        CliRunner().invoke(cli.app, ["convert", "embedded:mamba2-docs-1m", "converted", "--layers", "3,", "-q"])
     environment = {**os.environ, "HF_MODULES_CACHE": str(reader / "modules")}
     program = blocks("python")[number]
     result = subprocess.run(

@@ -51,6 +51,12 @@ def test_an_existing_folder_wins_over_a_hub_id(tmp_path, monkeypatch):
     assert (source.hub, source.source_id) == (False, "name")
 
 
+def test_the_embedded_checkpoint_has_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checkpoint = open_checkpoint("embedded:mamba2-docs-1m")
+    assert (checkpoint.source_id, checkpoint.layout) == ("mamba2-docs-1m", "mamba_ssm")
+
+
 def test_the_id_of_a_relative_folder_is_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert resolve(".").source_id == tmp_path.name
