@@ -12,6 +12,7 @@ The gradient of a log decay sums what crosses its token: pairs inside the block,
 start to end. Each has its own decay, so nothing cancels and the sum restarts in every block.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +24,9 @@ from .reference import compute_dtype
 from .torch_blocks import BlockPlan, block_decays, crossing, from_here_on, make_plan, row_lengths
 
 DEFAULT_CHUNK = 256
-# Elements of one temporary: about half a megabyte of fp32, what a core's cache holds.
-_TILE_ELEMENTS = 131072
+# Elements of one temporary: 2 MB of fp32. A loop uses four, which a desktop's last-level cache holds, and the
+# operations are long enough for their overhead not to matter.
+_TILE_ELEMENTS = 524288
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -101,6 +103,14 @@ class _Lanes:
     def __init__(self, plan: BlockPlan, dtype: torch.dtype, **inputs: Tensor):
         self.dtype = dtype
         self.blocks = {name: plan.to_blocks(x.flatten(0, 1)) for name, x in inputs.items()}
+        self._buffers: dict[str, Tensor] = {}
+
+    def scratch(self, name: str, *shape: int) -> Tensor:
+        """A buffer used again in every step: touching fresh memory costs more than computing what goes there."""
+        size = math.prod(shape)
+        if name not in self._buffers or self._buffers[name].numel() < size:
+            self._buffers[name] = self.blocks["v"].new_empty(size, dtype=self.dtype)
+        return self._buffers[name][:size].view(shape)
 
     def take(self, name: str, step: tuple[int, int], heads: slice | Tensor) -> Tensor:
         x = self.blocks[name][step[0] : step[0] + step[1], :, heads].transpose(1, 2)
@@ -110,8 +120,7 @@ class _Lanes:
 class _Block:
     """What forward and backward both need of one step: inputs of its lanes, decays and importance.
 
-    Shapes, with l lanes: q, k, k2 [l, S, N]; v [l, g, S, Pg]; beta, e, w [l, g, S] or [l, S]; L [l, S, S];
-    AJ = L beta [l, g, S, S].
+    Shapes, with l lanes: q, k, k2 [l, S, N]; v [l, g, S, Pg]; beta [l, g, S]; e, w [l, S]; L [l, S, S].
     """
 
     def __init__(self, lanes: _Lanes, step: tuple[int, int], heads: slice, groups: Tensor):
@@ -122,14 +131,39 @@ class _Block:
         self.v = split_channels(lanes.take("v", step, heads), self.g)
         self.L, self.e = block_decays(lanes.take("log_decay", step, heads))
         self.w, self.A = self.L[:, -1], self.e[:, -1, None, None]
-        self.AJ = self.L.unsqueeze(1) * self.beta.unsqueeze(2)
+        self._scratch = lanes.scratch
 
-    def importance(self, prior: Tensor, J: Tensor) -> Tensor:
-        """I [l, g, S, N] from the tile's priors [heads] and J [l, g, N]."""
+    def big(self, name: str) -> Tensor:
+        """Scratch [l, g, S, N]."""
+        return self._scratch(name, *self.beta.shape, self.k.shape[2])
+
+    def square(self, name: str) -> Tensor:
+        """Scratch [l, g, S, S]."""
+        return self._scratch(name, *self.beta.shape, self.k.shape[1])
+
+    def importance(self, prior: Tensor, J: Tensor) -> tuple[Tensor, Tensor]:
+        """I [l, g, S, N] from the tile's priors [heads] and J [l, g, N], and L beta [l, g, S, S], both scratch."""
         lane_prior = prior.repeat(J.shape[0] // prior.shape[0])[:, None, None, None]
-        imp = torch.addcmul(lane_prior, self.e[:, None, :, None], J.unsqueeze(2))
-        self.flat(imp).baddbmm_(self.flat(self.AJ), self.k2)
-        return imp
+        imp = torch.mul(self.e[:, None, :, None], J.unsqueeze(2), out=self.big("importance")).add_(lane_prior)
+        Lb = torch.mul(self.L.unsqueeze(1), self.beta.unsqueeze(2), out=self.square("L beta"))
+        self.flat(imp).baddbmm_(self.flat(Lb), self.k2)
+        return imp, Lb
+
+    def outer(self, x: Tensor, y: Tensor, out: Tensor) -> Tensor:
+        """[..., S, Pg] times [..., Pg, n]; for one channel the plain product is several times faster."""
+        return torch.mul(x, y, out=out) if x.shape[-1] == 1 else torch.matmul(x, y, out=out)
+
+    def inner(self, x: Tensor, y: Tensor) -> Tensor:
+        """[l, g, S, N] times the transpose of [l, g, c, N]; for one channel, as in `outer`."""
+        if y.shape[2] > 1:
+            return torch.matmul(x, y.transpose(2, 3))
+        return torch.mul(x, y, out=self.big("product")).sum(-1, keepdim=True)
+
+    def over_keys(self, name: str, x: Tensor, keys: Tensor) -> Tensor:
+        """[l, g, S, N] times the transpose of [l, S, N], into scratch [l, g, S, S]."""
+        out = self.square(name)
+        torch.bmm(self.flat(x), keys.transpose(1, 2), out=self.flat(out))
+        return out
 
     @staticmethod
     def flat(x: Tensor) -> Tensor:
@@ -192,10 +226,10 @@ def _forward(q, k, v, beta, log_decay, prior, M0, J0, layout: _Layout, dtype):
 
 def _block_output(b: _Block, prior: Tensor, M: Tensor, J: Tensor, variance: bool) -> tuple[Tensor, Tensor | None]:
     """Output [l, S, P] and variance [l, S, g] of one block."""
-    imp = b.importance(prior, J)
+    imp, _ = b.importance(prior, J)
     R = torch.div(b.q.unsqueeze(1), imp, out=imp)
-    X = torch.bmm(b.flat(R), b.k.transpose(1, 2)).view_as(b.AJ).mul_(b.L.unsqueeze(1))
-    carried = torch.matmul(R, M.unflatten(1, (b.g, -1)).transpose(2, 3))
+    X = b.over_keys("X", R, b.k).mul_(b.L.unsqueeze(1))
+    carried = b.inner(R, M.unflatten(1, (b.g, -1)))
     o = torch.matmul(X, b.v).addcmul_(carried, b.e[:, None, :, None])
     var = torch.einsum("lgsn,lsn->lsg", R, b.q) if variance else None
     return o.transpose(1, 2).flatten(2), var
@@ -264,31 +298,30 @@ def _block_backward(b: _Block, prior, M, J, do, d_var, dM, dJ):
     L, e, w = b.L.unsqueeze(1), b.e.unsqueeze(1), b.w.unsqueeze(1)  # [l, 1, S(, S)]
     M_g, v_w = M.unflatten(1, (b.g, -1)), (b.v * w.unsqueeze(-1)).transpose(1, 2).flatten(2)
     do_e = do * e.unsqueeze(-1)
-    AD = torch.matmul(do, b.v.transpose(2, 3)).mul_(L)
-    D = torch.matmul(do_e, M_g)
-    b.flat(D).baddbmm_(b.flat(AD), b.k)
-    imp = b.importance(prior, J)
-    R = b.q.unsqueeze(1) / imp
+    Lv = b.outer(do, b.v.transpose(2, 3), b.square("L do v")).mul_(L)
+    D = b.outer(do_e, M_g, b.big("D"))
+    b.flat(D).baddbmm_(b.flat(Lv), b.k)
+    imp, Lb = b.importance(prior, J)
+    R = torch.div(b.q.unsqueeze(1), imp, out=b.big("R"))
     dq = 0
     if d_var is not None:
         d_var = d_var.transpose(1, 2).unsqueeze(-1)
         D.addcmul_(b.q.unsqueeze(1), d_var)
-        dq = (R * d_var).sum(1)
+        dq = torch.mul(R, d_var, out=b.big("product")).sum(1)
     F = D.div_(imp)
     dq = F.sum(1) + dq
     V = F.mul_(R)  # minus the gradient of I
-    X = torch.bmm(b.flat(R), b.k.transpose(1, 2)).view_as(AD)
-    Y = torch.bmm(b.flat(V), b.k2.transpose(1, 2)).view_as(AD)
-    inside = (AD * X - b.AJ * Y).sum(1)
+    X, Y = b.over_keys("X", R, b.k), b.over_keys("Y", V, b.k2)
+    inside = (Lv * X).sub_(Lb * Y).sum(1)
     end_M = torch.bmm(b.k, dM.transpose(1, 2)).mul_(b.w.unsqueeze(-1))  # [l, S, P]
     end_J = torch.bmm(dJ, b.k2.transpose(1, 2)).mul_(w)  # [l, g, S]
     dv = torch.matmul(X.mul_(L).transpose(2, 3), do).transpose(1, 2).flatten(2) + end_M
     d_beta = end_J - Y.mul_(L).sum(2)
-    d_k2 = torch.bmm((b.beta * w).transpose(1, 2), dJ).baddbmm_(b.flat(b.AJ).transpose(1, 2), b.flat(V), alpha=-1)
-    dk = torch.bmm(v_w, dM).baddbmm_(b.flat(AD).transpose(1, 2), b.flat(R)).addcmul_(b.k, d_k2, value=2)
+    d_k2 = torch.bmm((b.beta * w).transpose(1, 2), dJ).baddbmm_(b.flat(Lb).transpose(1, 2), b.flat(V), alpha=-1)
+    dk = torch.bmm(v_w, dM).baddbmm_(b.flat(Lv).transpose(1, 2), b.flat(R)).addcmul_(b.k, d_k2, value=2)
     # What crosses each token, for the log decays.
-    carried = (torch.matmul(R, M_g.transpose(2, 3)) * do_e).sum((1, 3))
-    carried -= (torch.matmul(V, J.unsqueeze(-1)).squeeze(-1) * e).sum(1)
+    carried = (b.inner(R, M_g) * do_e).sum((1, 3))
+    carried -= (b.inner(V, J.unsqueeze(2)).squeeze(-1) * e).sum(1)
     leaving = (end_M * b.v.transpose(1, 2).flatten(2)).sum(-1) + (end_J * b.beta).sum(1)
     through = b.A[:, :, 0] * ((dM * M).sum((1, 2)) + (dJ * J).sum((1, 2))).unsqueeze(-1)
     dla = crossing(inside) + from_here_on(carried) + leaving.cumsum(-1) - leaving + through
