@@ -3,6 +3,7 @@
 import json
 import logging
 import struct
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -169,3 +170,20 @@ def test_opening_and_reading_takes_no_anonymous_memory(tmp_path, suffix):
     tensor = file.load("a")
     assert tensor.sum().item() == size // 4
     assert anonymous_bytes() - before < size // 4
+
+
+def test_tensors_saved_from_a_gpu_load_without_one(tmp_path):
+    """Such a file says `cuda:0` where one saved on a CPU says `cpu`; nothing else differs."""
+    tensors = {"a": torch.randn(4, 3), "b": torch.randn(2).bfloat16()}
+    torch.save(tensors, tmp_path / "cpu.bin")
+    with zipfile.ZipFile(tmp_path / "cpu.bin") as source, zipfile.ZipFile(tmp_path / "gpu.bin", "w") as target:
+        for name in source.namelist():
+            content = source.read(name)
+            if name.endswith("data.pkl"):
+                assert b"X\x03\x00\x00\x00cpu" in content
+                content = content.replace(b"X\x03\x00\x00\x00cpu", b"X\x06\x00\x00\x00cuda:0")
+            target.writestr(name, content)
+    file = open_weights(tmp_path / "gpu.bin")
+    for name, tensor in tensors.items():
+        assert file.load(name).device.type == "cpu"
+        assert torch.equal(file.load(name), tensor)
