@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "convert": "surgery.convert",
-    "evaluate": "recipes.evaluate",
+    "evaluate": "recipes.evaluation",
     "finetune": "recipes.finetune",
     "inspect_checkpoint": "surgery.inspection",
     "load_model": "surgery.loading",

@@ -310,6 +310,57 @@ def finetune(
 
 
 @verb
+def evaluate(
+    model: Model,
+    against: Annotated[str | None, typer.Option(help="Another model, for differences on the same questions.")] = None,
+    suite: Annotated[str | None, typer.Option(help="Some of loss,positions,recall,needle,speed,importance.")] = None,
+    lm_eval: Annotated[str | None, typer.Option(help="Tasks of lm-evaluation-harness, with commas.")] = None,
+    lm_eval_limit: Annotated[int | None, typer.Option(help="Questions of each task at most.")] = None,
+    out: Annotated[Path, typer.Option("-o", "--out", help="The report; pictures go beside it.")] = Path("eval.json"),
+    data: Data = None,
+    lengths: Annotated[str, typer.Option(help="Tokens of a sequence, with commas.")] = "512,2048",
+    tokens: Annotated[int, typer.Option(help="Of text at each length.")] = 16384,
+    trials: Annotated[int, typer.Option(help="Sequences for each setting of a probe.")] = 4,
+    seed: Seed = 0,
+    device: Device = "auto",
+    dtype: Annotated[str | None, typer.Option(help="Of the weights: float32, bfloat16, float16 or float64.")] = None,
+    tokenizer: Tokenizer = None,
+    revision: Revision = None,
+    require_kernels: RequireKernels = False,
+    force: Force = False,
+    json: Json = False,
+) -> None:
+    """Measure what a model is worth, beside another one."""
+    from .base.text import parse_numbers
+    from .recipes.evaluation import evaluate as run
+
+    _require_kernels(require_kernels)
+    report = run(
+        model,
+        against,
+        suites=None if suite is None else suite.split(","),
+        data=data,
+        lengths=parse_numbers("--lengths", lengths),
+        tokens=tokens,
+        trials=trials,
+        seed=seed,
+        lm_eval=lm_eval.split(",") if lm_eval else (),
+        lm_eval_limit=lm_eval_limit,
+        device=_device(device),
+        dtype=dtype,
+        tokenizer=tokenizer,
+        revision=revision,
+        out=out,
+        force=force,
+    )
+    if json:
+        _print_json(report.model_dump(mode="json"))
+        return
+    print(table(report.table_rows(), report.table_headers()))
+    print("\n".join(["", *report.notes, f"wrote {out}"]))
+
+
+@verb
 def generate(
     model: Model,
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],

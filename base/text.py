@@ -73,6 +73,14 @@ def iter_documents(data: str | Path | None = None) -> Iterator[str]:
         yield from _documents_of_dataset(str(data))
 
 
+def parse_numbers(option: str, text: str) -> tuple[int, ...]:
+    """`512,2048` as numbers; `UsageError` names the option."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise UsageError(f"{option} {text}: expected whole numbers with commas between them, such as 512,2048")
+    return tuple(int(part) for part in parts)
+
+
 def _looks_like_path(data: str | Path) -> bool:
     text = str(data)
     return (

@@ -220,6 +220,19 @@ def test_all_mistakes_of_a_recipe_come_at_once(work):
     assert "lr: is -1" in result.stderr
 
 
+def test_evaluate_compares_two_models_and_writes_a_report(work, tmp_path):
+    out = tmp_path / "eval.json"
+    few = ["--suite", "loss", "--tokens", "256", "--lengths", "64,128", "--device", "cpu"]
+    text = invoke("evaluate", work / "model", "--against", SOURCE, *few, "-o", out, "-q").stdout
+    assert "difference" in text
+    report = json.loads(out.read_text())
+    assert report["against"]["name"] == "mamba2-docs-1m"
+    again = invoke("evaluate", work / "model", "--against", SOURCE, *few, "-o", out, "--json", "--force", "-q")
+    assert json.loads(again.stdout)["suites"] == report["suites"]
+    assert "loss" in invoke("evaluate", SOURCE, "--suite", "lsos", "-o", tmp_path / "b.json", "-q", code=2).stderr
+    assert "--lengths x" in invoke("evaluate", SOURCE, "--lengths", "x", "-o", tmp_path / "c", "-q", code=2).stderr
+
+
 def test_doctor_says_what_runs_and_checks_it():
     found = json.loads(invoke("doctor", "--device", "cpu", "--json").stdout)
     assert found["ok"]

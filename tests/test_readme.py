@@ -21,7 +21,7 @@ SMALLER = {
     "measure": ["--tokens", "2048", "--seq-len", "512"],
     "finetune": ["steps=2", "data.seq_len=64", "batch_size=2", "eval_windows=2", "save_every=0"],
     "generate": ["--max-new-tokens", "4"],
-    "evaluate": ["--tokens", "1024", "--seq-len", "128"],
+    "evaluate": ["--tokens", "512", "--lengths", "64,128", "--trials", "1"],
 }
 
 

@@ -96,6 +96,13 @@ def test_a_dataset_that_cannot_be_loaded_is_one_line():
     assert "\n" not in str(caught.value)
 
 
+def test_numbers_with_commas():
+    assert text.parse_numbers("--lengths", "64, 128") == (64, 128)
+    for wrong in ("", "64,", "a", "-1", "1.5"):
+        with pytest.raises(UsageError, match=f"--lengths {wrong}: expected whole numbers"):
+            text.parse_numbers("--lengths", wrong)
+
+
 def test_an_empty_folder(tmp_path):
     with pytest.raises(DataError, match=r"holds no \.jsonl"):
         list(text.iter_documents(tmp_path))
