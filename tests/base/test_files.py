@@ -191,6 +191,35 @@ def test_a_killed_process_leaves_no_half_valid_folder(tmp_path):
     assert all(name.startswith(".out.tmp-") for name in siblings(tmp_path))
 
 
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_real_write_that_fails_leaves_the_old_content(tmp_path, kind):
+    """A limit on the size of files stands in for a full disk: the operating system itself refuses the write."""
+    resource = pytest.importorskip("resource", reason="POSIX only")
+    path = tmp_path / "out"
+    if kind == "file":
+        path.write_text("old")
+    else:
+        path.mkdir()
+        (path / "old").write_text("old")
+    child = os.fork()
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        code = 1
+        try:
+            if kind == "file":
+                files.write_bytes(path, b"x" * 5000)
+            else:
+                with files.output_folder(path, force=True) as folder:
+                    (folder / "new").write_bytes(b"x" * 5000)
+        except OutputError as error:
+            code = 0 if "File too large" in str(error) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert siblings(tmp_path) == ["out"]
+    assert (path if kind == "file" else path / "old").read_text() == "old"
+
+
 def test_a_parent_that_is_a_file(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot be written"):
