@@ -37,6 +37,7 @@ class Position:
         step: optimiser steps done.
         tokens: positions of the training stream read.
         model: key of what trains (names, shapes, swapped layers).
+        source: fingerprint of the model that is trained.
         data: key of the training text.
         seed: of the order of the documents and of dropout.
     """
@@ -44,6 +45,7 @@ class Position:
     step: int
     tokens: int
     model: str
+    source: str
     data: str
     seed: int
 
@@ -121,6 +123,7 @@ def load_checkpoint(path: Path, module: nn.Module, optimizer: torch.optim.Optimi
     position = read_position(path)
     for field, what in (
         ("model", "other layers are swapped, or other parameters train"),
+        ("source", "the model is another"),
         ("data", "the training text, or the tokenizer, is another"),
         ("seed", "the seed is another"),
     ):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.files import load_json, output_folder, write_json
+from ..base.files import load_json, output_folder, write_json, write_text
 from ..modeling.bundle import auto_map, bundle_remote_code
 from ..modeling.configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 from ..surgery.checkpoint import Checkpoint
@@ -33,43 +33,64 @@ def stored_dtype(name: str, source: torch.dtype, asked: str) -> torch.dtype:
     return source if asked == "source" else getattr(torch, asked)
 
 
-def save_model(module: nn.Module, checkpoint: Checkpoint, out: Path, recipe: Recipe, *, main: bool = True) -> None:
-    """Writes the model folder `out`, whole or not at all. Every process calls it; the main one writes.
-
-    What trained comes from `module`, what was frozen bit for bit from `checkpoint`. Tokenizer, generation config,
-    plan, profile, report and card of the source come along.
-    """
-    trained = gather(module, keep=main)
-    if not main:
-        return
-    prefix = "model."
-    values = {name.removeprefix(prefix): tensor for name, tensor in trained.items()}
-    write_model(checkpoint, out, lambda name: values[name] if name in values else checkpoint.load(name), recipe)
-
-
 def gather(module: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
-    """Whole trained tensors on the CPU by name; a collective call where parameters are sharded."""
+    """Whole trained tensors of a `CausalLoss` on the CPU, by their name in its model; nothing unless `keep`.
+
+    A collective call where parameters are sharded: every process makes it.
+    """
     tensors = {}
     for name, parameter in trained_parameters(module).items():
         whole = full_tensor(parameter.detach())
         if keep:
-            tensors[name] = whole.cpu()
+            tensors[name.removeprefix("model.")] = whole.cpu()
     return tensors
 
 
-def write_model(checkpoint: Checkpoint, out: Path, load: Callable[[str], Tensor], recipe: Recipe) -> None:
-    """A model folder with the tensors that `load` gives and everything else from `checkpoint`."""
+def save_model(trained: dict[str, Tensor], checkpoint: Checkpoint, out: Path, recipe: Recipe) -> None:
+    """Writes the model folder `out`: what trained from `trained`, what was frozen bit for bit from `checkpoint`."""
+    save_tensors(
+        checkpoint,
+        out,
+        lambda name: trained[name] if name in trained else checkpoint.load(name),
+        recipe.save_dtype,
+        recipe,
+        force=True,
+    )
+
+
+def save_tensors(
+    checkpoint: Checkpoint,
+    out: Path,
+    load: Callable[[str], Tensor],
+    dtype: str,
+    recipe: Recipe | None = None,
+    *,
+    force: bool = False,
+) -> None:
+    """A model folder, whole or not at all, with the tensors that `load` gives and everything else from `checkpoint`.
+
+    Tokenizer, generation config, plan, profile, report and card of the source come along.
+
+    Args:
+        checkpoint: the model that was trained.
+        out: the folder to make.
+        load: gives the tensor of a canonical name.
+        dtype: "source", or the dtype of the matrices.
+        recipe: written beside the weights.
+        force: replace `out`.
+    """
     specs = [
-        TensorSpec(name, entry.shape, stored_dtype(name, entry.dtype, recipe.save_dtype))
+        TensorSpec(name, entry.shape, stored_dtype(name, entry.dtype, dtype))
         for name, entry in checkpoint.tensors.items()
     ]
-    with output_folder(out, force=True) as folder:
+    with output_folder(out, force=force) as folder:
         carry_along(checkpoint, folder)
         write_tensors(folder, specs, load)
-        main_dtype = checkpoint.dtype if recipe.save_dtype == "source" else getattr(torch, recipe.save_dtype)
+        main_dtype = checkpoint.dtype if dtype == "source" else getattr(torch, dtype)
         write_json(folder / "config.json", model_config(checkpoint, main_dtype))
         bundle_remote_code(folder)
-        (folder / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+        if recipe is not None:
+            write_text(folder / "recipe.yaml", dump_recipe(recipe))
     logger.info("saved %s", out)
 
 

@@ -20,14 +20,15 @@ from ..base.text import load_tokenizer
 from ..kernels.api import set_require_kernels
 from ..surgery.checkpoint import Checkpoint, open_checkpoint
 from ..surgery.loading import load_model
+from .adapters import save_run
 from .checkpointing import Position, latest_checkpoint, load_checkpoint, model_key, prune
 from .config import Recipe, dump_recipe, load_recipe
 from .data import open_text
 from .evaluate import evaluate_loss
-from .export import save_model
+from .export import gather, save_model
 from .loop import Training, read_metrics, train, write_metrics_file
 from .losses import CausalLoss
-from .modes import prepare_mode
+from .modes import ADAPTER_MODES, prepare_mode
 from .optim import make_optimizer
 from .packing import TokenStream, Window, split_documents
 
@@ -70,6 +71,8 @@ def finetune(
 ) -> RunResult:
     """Fine-tunes a model and writes `out`: `recipe.yaml`, `metrics.jsonl`, `checkpoints/step-N`, `final/`.
 
+    A lora or qlora run also writes `adapter/`; its `final/` has the adapter merged.
+
     Args:
         model_folder: a converted model, or a plain Mamba2 in any layout; a folder or a Hub id.
         recipe: name of a shipped recipe, file, mapping or `Recipe`.
@@ -102,11 +105,9 @@ def finetune(
     if accelerator.is_main_process:
         write_metrics_file(out / "metrics.jsonl", run.history)
     train(run)
-    final = out / "final"
-    save_model(run.module, checkpoint, final, recipe, main=accelerator.is_main_process)
-    accelerator.wait_for_everyone()
+    save_final(run, checkpoint)
     accelerator.end_training()
-    return _result(run, final, time.perf_counter() - started)
+    return _result(run, time.perf_counter() - started)
 
 
 def settle(recipe: Recipe) -> None:
@@ -141,7 +142,9 @@ def prepare_run_folder(out: Path, recipe: Recipe, *, resume: bool, force: bool) 
     """Makes `out` ready: refuses to mix two runs, clears what a kill left, writes the resolved recipe."""
     if out.is_file():
         raise OutputExistsError(f"{out}: is a file; give a folder for the run")
-    used = [name for name in ("recipe.yaml", "metrics.jsonl", "checkpoints", "final") if (out / name).exists()]
+    used = [
+        name for name in ("recipe.yaml", "metrics.jsonl", "checkpoints", "adapter", "final") if (out / name).exists()
+    ]
     if used and not (resume or force):
         raise OutputExistsError(
             f"{out}: holds a run ({', '.join(used)}); give --resume to go on, or --force to replace it"
@@ -172,13 +175,24 @@ def assemble(accelerator: Any, checkpoint: Checkpoint, recipe: Recipe, out: Path
         stream=stream,
         recipe=recipe,
         folder=out,
-        position=Position(0, 0, key, stream.store.key, recipe.seed),
+        position=Position(0, 0, key, checkpoint.fingerprint, stream.store.key, recipe.seed),
     )
     if validation:
         run.validate = lambda: evaluate_loss(
             run.module, validation, batch_size=recipe.micro_batch_size, accelerator=accelerator
         )
     return run
+
+
+def save_final(run: Training, checkpoint: Checkpoint) -> None:
+    """Writes `final/`, a normal model folder; of a lora or qlora run also `adapter/`."""
+    main = run.accelerator.is_main_process
+    trained = gather(run.module, keep=main)
+    if main and run.recipe.mode in ADAPTER_MODES:
+        save_run(run.accelerator.unwrap_model(run.module), trained, checkpoint, run.folder, run.recipe)
+    elif main:
+        save_model(trained, checkpoint, run.folder / "final", run.recipe)
+    run.accelerator.wait_for_everyone()
 
 
 def open_streams(accelerator: Any, recipe: Recipe, tokenizer: Any, vocab_size: int) -> tuple[TokenStream, list[Window]]:
@@ -213,12 +227,12 @@ def open_streams(accelerator: Any, recipe: Recipe, tokenizer: Any, vocab_size: i
     return training, TokenStream(store, out, reset=reset).windows(recipe.eval_windows, data.seq_len)
 
 
-def _result(run: Training, final: Path, seconds: float) -> RunResult:
+def _result(run: Training, seconds: float) -> RunResult:
     losses = [line["loss"] for line in run.history if line["kind"] == "train"]
     validation = [(line["step"], line["loss"], line["stderr"]) for line in run.history if line["kind"] == "validation"]
     result = RunResult(
         folder=run.folder,
-        final=final,
+        final=run.folder / "final",
         steps=run.position.step,
         tokens=run.position.tokens,
         loss=losses[-1] if losses else None,

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +83,7 @@ def train(run: Training) -> None:
             rates = set_lr(run.optimizer, step, recipe)
             with record_importance(run.module) if _wants_importance(recipe, step) else nullcontext() as recorder:
                 done = optimiser_step(run, step)
-            run.position = Position(
-                step + 1, run.position.tokens + done.tokens, run.position.model, run.position.data, run.position.seed
-            )
+            run.position = replace(run.position, step=step + 1, tokens=run.position.tokens + done.tokens)
             seconds = time.perf_counter() - started
             _record_step(run, done, rates, seconds, recorder)
             bar.advance(1, f"loss {done.loss:.4f}  {done.tokens / seconds:,.0f} tokens/s  {human_bytes(memory_used())}")

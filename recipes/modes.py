@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -167,12 +166,6 @@ def quantise_frozen(model: nn.Module) -> None:
         if source.bias is not None:
             short.bias = source.bias
         parent.in_proj = short
-
-
-def adapter_of(module: Any) -> Any:
-    """The PEFT model inside a `CausalLoss`, or None."""
-    inner = getattr(getattr(module, "module", module), "model", None)
-    return inner if hasattr(inner, "peft_config") else None
 
 
 def _layer_of(name: str) -> int | None:

@@ -37,7 +37,9 @@ def advance(net, optimizer):
 
 
 def position(step=3, **changes):
-    return Position(**{"step": step, "tokens": 10 * step, "model": "m", "data": "d", "seed": 0, **changes})
+    return Position(
+        **{"step": step, "tokens": 10 * step, "model": "m", "source": "s", "data": "d", "seed": 0, **changes}
+    )
 
 
 def test_a_restored_run_goes_on_bit_for_bit(tmp_path):
@@ -100,6 +102,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
     ("changes", "message"),
     [
         ({"model": "other"}, "other layers are swapped, or other parameters train"),
+        ({"source": "other"}, "the model is another"),
         ({"data": "other"}, "the training text, or the tokenizer, is another"),
         ({"seed": 1}, "the seed is another"),
     ],

@@ -1,0 +1,176 @@
+"""LoRA: the new parameters go along, and adapter + base = merged = the trained model."""
+
+import json
+
+import pytest
+import torch
+from palimpsa_surgery.base.errors import CheckpointError, OutputExistsError, UsageError
+from palimpsa_surgery.recipes import export, loop, modes
+from palimpsa_surgery.recipes.adapters import adapter_scale, find_adapter, load_adapter, merge
+from palimpsa_surgery.recipes.config import load_recipe
+from palimpsa_surgery.recipes.finetune import finetune
+from palimpsa_surgery.recipes.modes import check_coverage, coverage, coverage_table
+from palimpsa_surgery.surgery.loading import load_model
+from safetensors.torch import load_file
+
+from .conftest import make_model, save_folder
+
+pytest.importorskip("peft")
+
+IDS = torch.arange(30).view(1, 30)
+
+
+@pytest.fixture(autouse=True)
+def without_code(monkeypatch):
+    """Bundling the code is tested where it is written."""
+    monkeypatch.setattr(export, "bundle_remote_code", lambda folder: ())
+
+
+@pytest.fixture
+def lora(recipe):
+    return {**recipe, "mode": "lora", "lora": {"rank": 2, "alpha": 8, "dropout": 0.1}, "lr": 1e-2}
+
+
+@pytest.fixture
+def run(model_folder, lora, tmp_path, monkeypatch):
+    """A finished run, and the logits of the model in memory at its end."""
+    seen = {}
+    original = loop.train
+
+    def watched(training):
+        original(training)
+        model = training.module.model.eval()
+        seen["logits"] = model(input_ids=IDS).logits.detach()
+        seen["trained"] = [name for name, p in model.named_parameters() if p.requires_grad]
+
+    monkeypatch.setattr("palimpsa_surgery.recipes.finetune.train", watched)
+    return finetune(model_folder, lora, tmp_path / "run"), seen
+
+
+def close(one, other):
+    return (one - other).norm() <= 1e-5 * other.norm()  # fp32
+
+
+def test_adapter_and_base_merged_and_trained_are_one_model(run, model_folder, tmp_path):
+    result, seen = run
+    base = load_model(model_folder)(input_ids=IDS).logits
+    assert (seen["logits"] - base).norm() > 1e-2 * base.norm()
+    assert close(load_adapter(result.folder, model_folder)(input_ids=IDS).logits, seen["logits"])
+    assert close(load_model(result.final)(input_ids=IDS).logits, seen["logits"])
+    merged = merge(result.folder, tmp_path / "merged", base=model_folder)
+    assert close(load_model(merged)(input_ids=IDS).logits, seen["logits"])
+
+
+def test_new_parameters_are_trained_and_stored_with_the_adapter(run, model_folder):
+    result, seen = run
+    assert sum(".metaplasticity.modules_to_save." in name for name in seen["trained"]) == 4
+    assert all("lora_" in name or ".metaplasticity.modules_to_save." in name for name in seen["trained"])
+    stored = load_file(result.folder / "adapter" / "adapter_model.safetensors")
+    source = load_file(model_folder / "model.safetensors")
+    for part in ("beta_down.weight", "beta_up.weight", "beta_scale", "log_prior"):
+        name = f"backbone.layers.1.mixer.metaplasticity.{part}"
+        assert not torch.equal(stored[f"base_model.model.{name}"], source[name]), part
+
+
+def test_the_final_model_differs_from_the_base_only_where_it_trained(run, model_folder):
+    final, source = (load_file(f / "model.safetensors") for f in (run[0].final, model_folder))
+    changed = {name for name, tensor in final.items() if not torch.equal(tensor, source[name])}
+    assert changed == {n for n in source if "metaplasticity" in n or "in_proj.weight" in n or "out_proj.weight" in n}
+
+
+def test_files_name_the_base_without_its_path(run, model_folder):
+    folder = run[0].folder / "adapter"
+    for name in ("adapter_config.json", "adapter_source.json"):
+        assert str(model_folder.parent) not in (folder / name).read_text()
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == model_folder.name
+
+
+def test_a_base_in_a_folder_must_be_given(run):
+    with pytest.raises(UsageError, match=r"a model folder named 'model', .*--base"):
+        load_adapter(run[0].folder)
+
+
+def test_another_base_is_refused(run, tmp_path):
+    other = save_folder(make_model(layers=[0]), tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"not the model that the adapter was trained on \(model, layers \[1\]"):
+        merge(run[0].folder, tmp_path / "merged", base=other)
+
+
+def test_merging_over_something_needs_force(run, model_folder, tmp_path):
+    target = tmp_path / "merged"
+    merge(run[0].folder, target, base=model_folder)
+    with pytest.raises(OutputExistsError, match="--force"):
+        merge(run[0].folder, target, base=model_folder)
+    merge(run[0].folder / "adapter", target, base=model_folder, dtype="bfloat16", force=True)
+    assert load_file(target / "model.safetensors")["backbone.embeddings.weight"].dtype == torch.bfloat16
+
+
+def test_a_folder_without_an_adapter_is_named(model_folder):
+    with pytest.raises(UsageError, match="holds no adapter"):
+        find_adapter(model_folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [({"peft_type": "IA3"}, "the adapter is IA3"), ({"peft_type": "LORA", "use_dora": True}, "LORA with use_dora")],
+)
+def test_other_kinds_of_adapters_are_refused(config, message):
+    with pytest.raises(UsageError, match=message):
+        adapter_scale(config)
+    assert adapter_scale({"peft_type": "LORA", "r": 4, "lora_alpha": 8}) == 2
+    assert adapter_scale({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_rslora": True}) == 4
+
+
+def test_a_killed_lora_run_goes_on_bit_for_bit(model_folder, lora, tmp_path, monkeypatch):
+    lora = {**lora, "steps": 4, "save_every": 2}
+    whole = finetune(model_folder, lora, tmp_path / "whole")
+    original = loop.optimiser_step
+
+    def killed(run, step):
+        if step == 3:
+            raise KeyboardInterrupt
+        return original(run, step)
+
+    monkeypatch.setattr(loop, "optimiser_step", killed)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(model_folder, lora, tmp_path / "run")
+    monkeypatch.undo()
+    monkeypatch.setattr(export, "bundle_remote_code", lambda folder: ())
+    result = finetune(model_folder, lora, tmp_path / "run", resume=True)
+    ours, theirs = (load_file(r.folder / "adapter" / "adapter_model.safetensors") for r in (result, whole))
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (["q_proj"], "q_proj matches no module"),
+        (["lm_head"], "lm_head is tied"),
+        (["embeddings"], "embeddings is tied"),
+        (["beta_up"], "beta_up is new and is trained whole"),
+        (["layers.0.mixer.in_proj"], "none of them is in a swapped layer"),
+    ],
+)
+def test_targets_that_make_no_sense_are_refused(targets, message, model):
+    recipe = load_recipe({"steps": 1, "mode": "lora", "lora": {"targets": targets}})
+    with pytest.raises(UsageError, match=message):
+        check_coverage(coverage(model, targets, [1]), recipe, [1], tied=True)
+
+
+def test_force_allows_adapters_on_source_layers_alone(model):
+    targets = ["layers.0.mixer.in_proj"]
+    recipe = load_recipe({"steps": 1, "mode": "lora", "lora": {"targets": targets, "force": True}})
+    check_coverage(coverage(model, targets, [1]), recipe, [1], tied=True)
+
+
+def test_the_table_counts_both_kinds_of_layer():
+    model = make_model(layers=[1, 2], num_hidden_layers=5)
+    text = coverage_table(coverage(model, ["in_proj", "lm_head"], [1, 2]), [1, 2], model)
+    rows = [line.split() for line in text.splitlines()]
+    assert rows[2:] == [["in_proj", "2", "3"], ["lm_head", "0", "1"]]
+
+
+def test_without_peft_the_message_says_what_to_install(model, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    with pytest.raises(UsageError, match=r"needs the package peft, .*install palimpsa-surgery\[train\]"):
+        modes.add_adapters(model, load_recipe({"steps": 1, "mode": "lora"}), [1])
