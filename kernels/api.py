@@ -8,6 +8,7 @@ A backend is one file beside this one and one line in `_BACKENDS`. Its module of
     unsupported(shape) -> str | None                 optional: why it cannot run this `ScanShape`
 """
 
+import functools
 import importlib
 import itertools
 import os
@@ -25,7 +26,7 @@ _BACKENDS = {
     "torch": "torch_chunk",
     "reference": "reference",
 }
-_AUTO = {"cuda": ("gluon", "triton", "torch"), "other": ("triton", "torch")}
+_AUTO = {"cuda": ("gluon", "triton", "torch"), "cpu": ("torch",), "other": ("triton", "torch")}
 _KERNELS = frozenset({"gluon", "triton"})
 _required = os.environ.get("PALIMPSA_REQUIRE_KERNELS", "") not in ("", "0")
 
@@ -76,6 +77,15 @@ def sibling(name: str):
     return importlib.import_module(__name__[: -len("api")] + name)
 
 
+@functools.cache
+def _import(module: str):
+    """The module, or the error that its import raised (a broken triton raises more than ImportError); tried once."""
+    try:
+        return sibling(module)
+    except Exception as error:
+        return error
+
+
 def load_backend(name: str):
     """Import one backend's module.
 
@@ -85,20 +95,17 @@ def load_backend(name: str):
     """
     if name not in _BACKENDS:
         raise UsageError(f"backend={name!r} is unknown; expected auto, {', '.join(_BACKENDS)}.")
-    try:
-        return sibling(_BACKENDS[name])
-    except Exception as error:  # a broken triton install raises more than ImportError
-        raise KernelUnavailableError(
-            f"backend {name!r} cannot be imported here ({error}); use backend='auto'."
-        ) from error
+    module = _import(_BACKENDS[name])
+    if isinstance(module, Exception):
+        raise KernelUnavailableError(f"backend {name!r} cannot be imported here: {module}; use backend='auto'.")
+    return module
 
 
 def why_unavailable(name: str, device: torch.device | str, shape: ScanShape | None = None) -> str | None:
     """The reason why backend `name` cannot run on `device` (and `shape`), or None when it can."""
-    try:
-        module = load_backend(name)
-    except KernelUnavailableError as error:
-        return str(error.__cause__)
+    if name in _BACKENDS and isinstance(_import(_BACKENDS[name]), Exception):
+        return f"it cannot be imported ({_import(_BACKENDS[name])})"
+    module = load_backend(name)
     reason = module.unavailable(torch.device(device))
     if reason is None and shape is not None and hasattr(module, "unsupported"):
         reason = module.unsupported(shape)
@@ -139,8 +146,8 @@ def resolve_backend(name: str, device: torch.device | str, shape: ScanShape | No
             return candidate
         reasons.append(f"{candidate}: {reason}")
     raise KernelUnavailableError(
-        f"kernels are required but none can run the metaplastic scan on {device} ({'; '.join(reasons)}); "
-        "install what is missing or drop --require-kernels."
+        f"kernels are required but none can run the metaplastic scan on {device} "
+        f"({'; '.join(reasons) or 'they need a GPU'}); install what is missing or drop --require-kernels."
     )
 
 

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from ..base.errors import KernelUnavailableError, UsageError
 from .api import check_cu_seqlens, require_kernels
 from .reference import compute_dtype
-from .torch_blocks import BlockPlan, block_decays, crossing, from_here_on, make_plan, row_lengths
+from .torch_blocks import BlockPlan, before_here, block_decays, crossing, from_here_on, make_plan, row_lengths
 
 DEFAULT_CHUNK = 64
 _MAMBA_SSM_CHUNK = 256
@@ -323,6 +323,6 @@ def _linear_block_backward(x: _Step, do: Tensor, M: Tensor, dM: Tensor):
     dv += torch.matmul(k, dM.transpose(3, 4)) * w.unsqueeze(-1)
     carried, leaving = (from_start * q).sum(-1), (to_end * k).sum(-1)
     through = A * (dM * M).sum((3, 4))
-    dla = crossing(pairs) + from_here_on(carried) + leaving.cumsum(-1) - leaving + through.unsqueeze(-1)
+    dla = crossing(pairs) + from_here_on(carried) + before_here(leaving) + through.unsqueeze(-1)
     dM.mul_(A[..., None, None]).add_(torch.matmul(do_e.transpose(3, 4), q))
     return dq, dk, dv, dla

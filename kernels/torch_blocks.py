@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .api import check_cu_seqlens
 
@@ -122,6 +123,11 @@ def block_decays(log_decay: Tensor) -> tuple[Tensor, Tensor]:
 def from_here_on(x: Tensor) -> Tensor:
     """Sum over t >= j along the last dimension."""
     return x.flip(-1).cumsum(-1).flip(-1)
+
+
+def before_here(x: Tensor) -> Tensor:
+    """Sum over s < j along the last dimension; `cumsum(x) - x` would leave the rounding of x where zero belongs."""
+    return pad(x[..., :-1], (1, 0)).cumsum(-1)
 
 
 def crossing(pairs: Tensor) -> Tensor:

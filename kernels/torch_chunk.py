@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from .api import ScanOutput, ScanState
 from .reference import compute_dtype
-from .torch_blocks import BlockPlan, block_decays, crossing, from_here_on, make_plan, row_lengths
+from .torch_blocks import BlockPlan, before_here, block_decays, crossing, from_here_on, make_plan, row_lengths
 
 DEFAULT_CHUNK = 256
 # Elements of one temporary: 2 MB of fp32. A loop uses four, which a desktop's last-level cache holds, and the
@@ -324,7 +324,7 @@ def _block_backward(b: _Block, prior, M, J, do, d_var, dM, dJ):
     carried -= (b.inner(V, J.unsqueeze(2)).squeeze(-1) * e).sum(1)
     leaving = (end_M * b.v.transpose(1, 2).flatten(2)).sum(-1) + (end_J * b.beta).sum(1)
     through = b.A[:, :, 0] * ((dM * M).sum((1, 2)) + (dJ * J).sum((1, 2))).unsqueeze(-1)
-    dla = crossing(inside) + from_here_on(carried) + leaving.cumsum(-1) - leaving + through
+    dla = crossing(inside) + from_here_on(carried) + before_here(leaving) + through
     # Back over the block.
     dM.mul_(b.A).add_(torch.matmul(do_e.transpose(2, 3), R).flatten(1, 2))
     over_time = torch.matmul(torch.stack((b.e, torch.ones_like(b.e)), 1).unsqueeze(1), V)  # [l, g, 2, N]

@@ -20,6 +20,18 @@ def one_thread():
     torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items):
+    """Skip what is marked `gpu` where no CUDA device is."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """Large inputs that a checkout may have beside it; what needs them is skipped where they are absent."""
