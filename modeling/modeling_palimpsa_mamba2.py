@@ -220,6 +220,8 @@ class PalimpsaMamba2ForCausalLM(PalimpsaMamba2PreTrainedModel, GenerationMixin):
         position_ids: Tensor | None = None,
         seq_idx: Tensor | None = None,
         cache=None,
+        cache_params=None,
+        past_key_values=None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
@@ -230,6 +232,7 @@ class PalimpsaMamba2ForCausalLM(PalimpsaMamba2PreTrainedModel, GenerationMixin):
         """Logits, and the loss when labels are given.
 
         Args:
+            cache: under any of its three names; which one `generate` uses depends on the release.
             labels: [B, T], shifted inside; -100 is ignored.
             logits_to_keep: only the last so many positions (0 for all), or a tensor of positions.
             kwargs: `num_items_in_batch` and the like reach the loss; the other arguments are those of the backbone.
@@ -241,6 +244,8 @@ class PalimpsaMamba2ForCausalLM(PalimpsaMamba2PreTrainedModel, GenerationMixin):
             position_ids=position_ids,
             seq_idx=seq_idx,
             cache=cache,
+            cache_params=cache_params,
+            past_key_values=past_key_values,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             return_dict=True,
@@ -252,7 +257,6 @@ class PalimpsaMamba2ForCausalLM(PalimpsaMamba2PreTrainedModel, GenerationMixin):
         logits = logits.to(compute_dtype(logits))
         loss = None
         if labels is not None:
-            kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         output = PalimpsaMamba2CausalLMOutput(
             loss=loss,
@@ -262,7 +266,9 @@ class PalimpsaMamba2ForCausalLM(PalimpsaMamba2PreTrainedModel, GenerationMixin):
         )
         return output if _wants_dict(return_dict, self.config) else output.to_tuple()
 
-    def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, attention_mask=None, **kwargs):
+    def prepare_inputs_for_generation(
+        self, input_ids, next_sequence_length=None, attention_mask=None, inputs_embeds=None, **kwargs
+    ):
         """As in transformers, with the cache under one name; a decoded token is never padding, so it needs no mask."""
         cache = take_cache(kwargs)
         decoding = cache is not None and next_sequence_length == 1 and not kwargs.get("is_first_iteration", False)
@@ -270,10 +276,28 @@ class PalimpsaMamba2ForCausalLM(PalimpsaMamba2PreTrainedModel, GenerationMixin):
             input_ids,
             next_sequence_length=next_sequence_length,
             attention_mask=None if decoding else attention_mask,
+            inputs_embeds=inputs_embeds,
             **kwargs,
         )
         inputs["cache"] = cache
         return inputs
+
+    def _prefill(self, input_ids, generation_config, model_kwargs, **kwargs):
+        """The prompt in pieces when `prefill_chunk_size` asks for it: transformers itself counts cached keys for that.
+
+        Everything else is left to transformers.
+        """
+        arguments = dict(model_kwargs)
+        cache, mask = take_cache(arguments), arguments.get("attention_mask")
+        size = generation_config.prefill_chunk_size
+        if size is None or cache is None or arguments.get("inputs_embeds") is not None:
+            return super()._prefill(input_ids, generation_config, model_kwargs, **kwargs)
+        end = 0 if mask is None else mask.shape[1] - input_ids.shape[1]
+        for piece in input_ids.split(size, dim=1):
+            end += piece.shape[1]
+            piece_mask = None if mask is None else mask[:, :end]
+            outputs = self(piece, attention_mask=piece_mask, cache=cache, logits_to_keep=1, return_dict=True)
+        return outputs
 
 
 def _wants_dict(return_dict: bool | None, config: PalimpsaMamba2Config) -> bool:

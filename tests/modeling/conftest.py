@@ -1,0 +1,146 @@
+"""A tiny model whose importance gates really matter, and an oracle that shares no code with it."""
+
+import math
+
+import pytest
+import torch
+from palimpsa_surgery.modeling import PalimpsaMamba2Config, PalimpsaMamba2ForCausalLM
+
+
+def make_tiny_config(**over) -> PalimpsaMamba2Config:
+    """Three layers, of which the first and last are swapped; every size differs from every other where it can."""
+    values = {
+        "vocab_size": 53,
+        "hidden_size": 24,
+        "num_hidden_layers": 3,
+        "num_heads": 6,
+        "head_dim": 8,
+        "state_size": 10,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "palimpsa_layers": [0, 2],
+        "beta_rank": 5,
+        "beta_groups": 8,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return PalimpsaMamba2Config(**{**values, **over})
+
+
+@torch.no_grad()
+def make_lively_model(config: PalimpsaMamba2Config, seed: int = 0) -> PalimpsaMamba2ForCausalLM:
+    """Windows from one to hundreds of tokens, keys of order one, and a beta that changes the output a lot."""
+    torch.manual_seed(seed)
+    model = PalimpsaMamba2ForCausalLM(config).eval()
+    for block in model.backbone.layers:
+        mixer = block.mixer
+        mixer.in_proj.weight.normal_(0.0, 1.0 / math.sqrt(config.hidden_size))
+        mixer.out_proj.weight.normal_(0.0, 1.0 / math.sqrt(config.hidden_size))
+        mixer.conv1d.weight.normal_(0.0, 0.7)
+        mixer.conv1d.bias.normal_(0.0, 0.3)
+        mixer.norm.weight.uniform_(0.5, 1.5)
+        block.norm.weight.uniform_(0.5, 1.5)
+        mixer.A_log.copy_(torch.linspace(-5.0, 1.0, config.num_heads))
+        mixer.dt_bias.uniform_(-2.0, 0.5)
+        mixer.D.uniform_(-1.0, 1.0)
+        if hasattr(mixer, "metaplasticity"):
+            mixer.metaplasticity.beta_scale.uniform_(0.5, 3.0)
+            mixer.metaplasticity.log_prior.uniform_(-1.0, 1.0)
+            mixer.metaplasticity.beta_down.weight.normal_(0.0, 1.0)
+            mixer.metaplasticity.beta_up.weight.normal_(0.0, 1.0)
+    model.backbone.embeddings.weight.normal_(0.0, 1.0)
+    return model
+
+
+def _softplus(x):
+    return torch.where(x > 30, x, torch.log1p(torch.exp(x.clamp(max=30))))
+
+
+def _oracle_mixer(config, p, prefix, h, swapped):
+    """One mixer over one sequence h [T, D], token by token, in fp64; straight from the equations of the method."""
+    H, P, G, N, W = config.num_heads, config.head_dim, config.n_groups, config.state_size, config.conv_kernel
+    low, high = config.time_step_limit
+    weight = p[prefix + "conv1d.weight"][:, 0]
+    A = torch.exp(p[prefix + "A_log"])
+    group = torch.arange(H) // (H // G)
+    inputs = torch.zeros(W, weight.shape[0], dtype=torch.float64)
+    M = torch.zeros(H, P, N, dtype=torch.float64)
+    importance = torch.ones(H, P, N, dtype=torch.float64)
+    if swapped:
+        m = prefix + "metaplasticity."
+        prior = torch.exp(p[m + "log_prior"])
+        importance = importance * prior[:, None, None]
+        s = p[m + "beta_scale"]
+        scale = s.abs() if config.beta_scale_form == "abs" else _softplus(s)
+    mu, out = M.clone(), []
+    for token in h:
+        z, channels, dt = torch.split(p[prefix + "in_proj.weight"] @ token, [H * P, H * P + 2 * G * N, H])
+        inputs = torch.cat([inputs[1:], channels[None]])
+        mixed = (inputs * weight.T).sum(0) + p[prefix + "conv1d.bias"]
+        mixed = mixed / (1 + torch.exp(-mixed))
+        x, B, C = torch.split(mixed, [H * P, G * N, G * N])
+        x, B, C = x.view(H, P), B.view(G, N)[group], C.view(G, N)[group]
+        d = _softplus(dt + p[prefix + "dt_bias"]).clamp(low, high)
+        a = torch.exp(-A * d)[:, None, None]
+        v = d[:, None] * x
+        if swapped:
+            logits = p[m + "beta_up.weight"] @ (p[m + "beta_down.weight"] @ token)
+            beta = (1 / (1 + torch.exp(-logits))).view(H, -1) * (scale * d)[:, None]
+            beta = beta.repeat_interleave(P // beta.shape[1], dim=1)
+            before = importance
+            importance = a * before + (1 - a) * prior[:, None, None] + beta[:, :, None] * B[:, None, :] ** 2
+            mu = a * (before / importance) * mu + (v[:, :, None] * B[:, None, :]) / importance
+            y = (mu * C[:, None, :]).sum(-1)
+        else:
+            M = a * M + v[:, :, None] * B[:, None, :]
+            y = (M * C[:, None, :]).sum(-1)
+        y = (y + p[prefix + "D"][:, None] * x).reshape(-1) * (z / (1 + torch.exp(-z)))
+        y = y.view(G, -1)
+        y = y / torch.sqrt((y**2).mean(1, keepdim=True) + config.layer_norm_epsilon)
+        out.append(p[prefix + "out_proj.weight"] @ (y.reshape(-1) * p[prefix + "norm.weight"]))
+    return torch.stack(out)
+
+
+def oracle_logits(model: PalimpsaMamba2ForCausalLM, ids: torch.Tensor) -> torch.Tensor:
+    """Logits [T, vocabulary] of one sequence of token ids [T], in fp64, by the recurrences themselves."""
+    config = model.config
+    p = {name: tensor.detach().double() for name, tensor in model.state_dict().items()}
+
+    def norm(x, weight):
+        return x / torch.sqrt((x**2).mean(-1, keepdim=True) + config.layer_norm_epsilon) * weight
+
+    h = p["backbone.embeddings.weight"][ids]
+    for i in range(config.num_hidden_layers):
+        prefix = f"backbone.layers.{i}."
+        normed = norm(h, p[prefix + "norm.weight"])
+        h = h + _oracle_mixer(config, p, prefix + "mixer.", normed, i in config.palimpsa_layers)
+    return norm(h, p["backbone.norm_f.weight"]) @ p["lm_head.weight"].T
+
+
+@pytest.fixture
+def tiny_config():
+    return make_tiny_config
+
+
+@pytest.fixture
+def lively_model():
+    """Makes a model from `tiny_config` arguments."""
+    return lambda seed=0, **over: make_lively_model(make_tiny_config(**over), seed)
+
+
+@pytest.fixture
+def oracle():
+    return oracle_logits
+
+
+@pytest.fixture
+def rel():
+    """Relative L2 distance of `a` from `b`."""
+    return lambda a, b: ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+@pytest.fixture
+def ids():
+    """Two sequences of token ids [2, 37]; neither padding nor end of text among them."""
+    return torch.randint(3, 53, (2, 37), generator=torch.Generator().manual_seed(5))

@@ -1,0 +1,178 @@
+"""Model folders that bring their code: loading in a process where this package cannot be imported."""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from palimpsa_surgery.modeling import PalimpsaMamba2ForCausalLM
+from palimpsa_surgery.modeling.bundle import auto_map, bundle_remote_code, flat_name, flatten
+from transformers import AutoModelForCausalLM
+from transformers.dynamic_module_utils import check_imports, get_relative_import_files
+
+# What a machine with nothing but torch and transformers lacks, and the package itself.
+ABSENT = ("palimpsa_surgery", "triton", "mamba_ssm", "causal_conv1d", "einops")
+BLOCK = f"""
+import sys, importlib.abc
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.split(".")[0] in {ABSENT!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Absent())
+"""
+
+
+@pytest.fixture
+def folder(lively_model, tmp_path):
+    """A model folder as a push would upload it, under a name that is no Python identifier."""
+    target = tmp_path / "my-model.v1"
+    lively_model().save_pretrained(target)
+    bundle_remote_code(target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "auto_map": auto_map()}))
+    return target
+
+
+def run(code, *arguments, home):
+    """Runs code in a process of its own where the absent packages cannot be imported."""
+    environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", BLOCK + textwrap.dedent(code), *map(str, arguments)]
+    return subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True, timeout=240)
+
+
+def test_loads_generates_and_saves_where_the_package_is_absent(folder, tmp_path, lively_model, ids):
+    code = """
+        import torch
+        from transformers import AutoModel, AutoModelForCausalLM
+        source, out = sys.argv[1:]
+        ids = torch.load(out + "/ids.pt")
+        model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
+        assert type(model).__module__.startswith("transformers_modules."), type(model).__module__
+        assert AutoModel.from_pretrained(source, trust_remote_code=True)(ids).last_hidden_state.shape == (2, 37, 24)
+        with torch.no_grad():
+            torch.save(model(ids).logits, out + "/logits.pt")
+            torch.save(model.generate(ids[:, :5], max_new_tokens=6, do_sample=False), out + "/tokens.pt")
+        model.save_pretrained(out + "/again")
+        again = AutoModelForCausalLM.from_pretrained(out + "/again", trust_remote_code=True)
+        assert torch.equal(again(ids).logits, model(ids).logits)
+    """
+    torch.save(ids, tmp_path / "ids.pt")
+    done = run(code, folder, tmp_path, home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    model = lively_model()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), model(ids).logits)
+        assert torch.equal(
+            torch.load(tmp_path / "tokens.pt"), model.generate(ids[:, :5], max_new_tokens=6, do_sample=False)
+        )
+
+
+def test_without_the_flag_the_request_is_clear(folder, tmp_path):
+    code = """
+        from transformers import AutoModelForCausalLM
+        AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=False)
+    """
+    done = run(code, folder, home=tmp_path)
+    assert done.returncode != 0
+    assert "trust_remote_code=True" in done.stderr
+
+
+@pytest.mark.parametrize("options", [{}, {"trust_remote_code": True}], ids=str)
+def test_with_the_package_imported_its_own_class_loads(folder, lively_model, ids, options):
+    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    assert type(model) is PalimpsaMamba2ForCausalLM
+    assert torch.equal(model(ids).logits, lively_model()(ids).logits)
+
+
+def test_transformers_finds_every_file_and_asks_for_no_package_but_its_own(folder, monkeypatch):
+    """Files from the Hub are checked one by one, each for packages that are not installed."""
+    monkeypatch.setattr("importlib.import_module", refuse_absent(__import__("importlib").import_module))
+    main = folder / "modeling_palimpsa_mamba2.py"
+    reached = {Path(path).name for path in get_relative_import_files(main)}
+    written = {path.name for path in folder.glob("*.py")}
+    assert reached | {main.name} == written
+    for name in written:
+        check_imports(folder / name)
+
+
+def refuse_absent(original):
+    def import_module(name, package=None):
+        if name.split(".")[0] in ABSENT:
+            raise ModuleNotFoundError(f"No module named {name!r}")
+        return original(name, package)
+
+    return import_module
+
+
+def test_the_files_are_flat_and_never_name_the_package(tmp_path):
+    names = bundle_remote_code(tmp_path)
+    assert names == tuple(sorted(path.name for path in tmp_path.iterdir()))
+    assert {"base_errors.py", "kernels_api.py", "kernels_torch_chunk.py", "geometry.py"} <= set(names)
+    for name in names:
+        tree = ast.parse((tmp_path / name).read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                assert node.level == 1, name
+                modules = [node.module] if node.module else [alias.name for alias in node.names]
+                assert {f"{module}.py" for module in modules} <= set(names), name
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                module = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
+                assert not module.startswith("palimpsa"), name
+
+
+def test_writing_twice_gives_the_same_files(tmp_path):
+    names = bundle_remote_code(tmp_path)
+    before = {name: (tmp_path / name).read_bytes() for name in names}
+    assert bundle_remote_code(tmp_path) == names
+    assert {name: (tmp_path / name).read_bytes() for name in names} == before
+
+
+def test_auto_map_names_classes_that_are_there(tmp_path):
+    bundle_remote_code(tmp_path)
+    assert set(auto_map()) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
+    for reference in auto_map().values():
+        module, name = reference.split(".")
+        assert re.search(rf"^class {name}\(", (tmp_path / f"{module}.py").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("part", "source", "expected"),
+    [
+        ("modeling", "from .geometry import A\n", "from .geometry import A\n"),
+        ("modeling", "from ..base.errors import A, B\n", "from .base_errors import A, B\n"),
+        (
+            "modeling",
+            "from ..kernels.api import (\n    a,\n    b,\n)\n",
+            "from .kernels_api import (\n    a,\n    b,\n)\n",
+        ),
+        ("kernels", "from .api import a\n", "from .kernels_api import a\n"),
+        ("kernels", "def f():\n    from . import api\n", "def f():\n    from . import kernels_api as api\n"),
+        ("kernels", "from . import a, b as c\n", "from . import kernels_a as a\nfrom . import kernels_b as c\n"),
+        ("kernels", "import torch\nimport os\n", "import torch\nimport os\n"),
+        ("kernels", "import triton\n", "try:\n    import triton\nexcept ImportError:\n    raise\n"),
+        (
+            "kernels",
+            "def f():\n    import triton.language as tl\n",
+            "def f():\n    try:\n        import triton.language as tl\n    except ImportError:\n        raise\n",
+        ),
+        (
+            "kernels",
+            "try:\n    import mamba_ssm\nexcept ImportError:\n    pass\n",
+            "try:\n    import mamba_ssm\nexcept ImportError:\n    pass\n",
+        ),
+    ],
+)
+def test_flatten(part, source, expected):
+    assert flatten(source, part) == expected
+    ast.parse(expected)
+
+
+def test_flat_names():
+    assert flat_name("modeling", "geometry") == "geometry"
+    assert flat_name("kernels", "api") == "kernels_api"

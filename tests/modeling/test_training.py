@@ -1,0 +1,152 @@
+"""What trainers and collators do to a model."""
+
+import pytest
+import torch
+from palimpsa_surgery.base.errors import UsageError
+from transformers import DataCollatorWithFlattening
+
+
+def gradients(model, **inputs):
+    model.zero_grad()
+    model(**inputs).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_gradient_checkpointing_changes_no_gradient_and_turns_the_cache_off(lively_model, ids, rel, reentrant):
+    model = lively_model().train()
+    expected = gradients(model, input_ids=ids, labels=ids)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert all(block.gradient_checkpointing for block in model.backbone.layers)
+    actual = gradients(model, input_ids=ids, labels=ids, use_cache=True)
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert rel(actual[name], gradient) < 1e-5, name
+    assert model(ids, use_cache=True).cache is None
+    with torch.no_grad():
+        assert model(ids, use_cache=True).cache is not None, "generation from a model in training keeps its cache"
+
+
+def test_every_parameter_gets_a_gradient(lively_model, ids):
+    model = lively_model().train()
+    found = gradients(model, input_ids=ids, labels=ids)
+    assert found.keys() == dict(model.named_parameters()).keys()
+    for name, gradient in found.items():
+        assert gradient.abs().max() > 0, name
+
+
+def test_loss_is_the_shifted_cross_entropy(lively_model, ids, rel):
+    model = lively_model()
+    labels = ids.clone()
+    labels[0, :9] = -100
+    output = model(ids, labels=labels)
+    logits, targets = output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    expected = torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100)
+    assert rel(output.loss, expected) < 1e-6
+    total = torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+    assert rel(model(ids, labels=labels, num_items_in_batch=11).loss, total / 11) < 1e-6
+    assert rel(model(ids, labels=labels, num_items_in_batch=torch.tensor(11)).loss, total / 11) < 1e-6
+
+
+def test_what_collators_add_is_accepted(lively_model, ids, rel):
+    model = lively_model().train()
+    extras = {
+        "attention_mask": torch.ones_like(ids),
+        "position_ids": torch.arange(37).expand(2, -1),
+        "num_items_in_batch": torch.tensor(72),
+        "output_attentions": False,
+    }
+    assert rel(model(ids, labels=ids, **extras).loss, model(ids, labels=ids).loss) < 1e-6
+
+
+@pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True}, {"return_seq_idx": True}], ids=str)
+@pytest.mark.parametrize("training", [True, False])
+def test_the_flattening_collator_of_transformers(lively_model, ids, rel, options, training):
+    model = lively_model().train(training)
+    documents = [ids[0, :5], ids[0, 5:18], ids[1]]
+    batch = DataCollatorWithFlattening(**options)([{"input_ids": document.tolist()} for document in documents])
+    logits = model(**batch).logits[0].split([5, 13, 37])
+    for piece, document in zip(logits, documents, strict=True):
+        assert rel(piece, model(document[None]).logits[0]) < 1e-5
+
+
+def test_gradients_of_a_padded_batch_equal_those_of_its_rows(lively_model, ids, rel):
+    model = lively_model().double().train()
+    batch, mask = ids.clone(), torch.ones_like(ids)
+    batch[0, :30], mask[0, :30] = 0, 0
+    labels = torch.where(mask == 1, batch, -100)
+    actual = gradients(model, input_ids=batch, attention_mask=mask, labels=labels, num_items_in_batch=1)
+    short = gradients(model, input_ids=ids[:1, 30:], labels=ids[:1, 30:], num_items_in_batch=1)
+    whole = gradients(model, input_ids=ids[1:], labels=ids[1:], num_items_in_batch=1)
+    # The first real token of the short row is predicted from a pad; that term belongs to the batch alone.
+    lead = labels.clone()
+    lead[0, 31:], lead[1] = -100, -100
+    pad = gradients(model, input_ids=batch, attention_mask=mask, labels=lead, num_items_in_batch=1)
+    for name, gradient in actual.items():
+        assert rel(gradient, short[name] + whole[name] + pad[name]) < 1e-9, name
+
+
+def test_logits_to_keep(lively_model, ids):
+    model = lively_model()
+    logits = model(ids).logits
+    assert torch.equal(model(ids, logits_to_keep=1).logits, logits[:, -1:])
+    assert torch.equal(model(ids, logits_to_keep=5).logits, logits[:, -5:])
+    assert torch.equal(model(ids, logits_to_keep=torch.tensor([0, 7])).logits, logits[:, [0, 7]])
+
+
+def test_hidden_states(lively_model, ids):
+    model = lively_model()
+    output = model(ids, output_hidden_states=True)
+    assert len(output.hidden_states) == 4
+    assert torch.equal(output.hidden_states[0], model.get_input_embeddings()(ids))
+    assert torch.equal(output.hidden_states[-1], model.backbone(ids).last_hidden_state)
+    assert model(ids).hidden_states is None
+
+
+def test_inputs_as_embeddings(lively_model, ids):
+    model = lively_model()
+    assert torch.equal(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("inputs", [{}, {"input_ids": torch.ones(1, 3).long(), "inputs_embeds": torch.ones(1, 3, 24)}])
+def test_both_or_neither_kind_of_input_is_refused(lively_model, inputs):
+    with pytest.raises(UsageError, match="both or neither of input_ids and inputs_embeds"):
+        lively_model()(**inputs)
+
+
+@pytest.mark.parametrize("in_fp32", [True, False])
+def test_the_residual_stream_is_in_fp32_when_the_config_says_so(lively_model, ids, in_fp32):
+    model = lively_model(residual_in_fp32=in_fp32).to(torch.bfloat16)
+    output = model(ids, output_hidden_states=True)
+    assert output.hidden_states[1].dtype == (torch.float32 if in_fp32 else torch.bfloat16)
+    assert output.hidden_states[-1].dtype == torch.bfloat16
+    assert output.logits.dtype == torch.float32
+
+
+def test_lora_on_the_projections_of_both_kinds_of_layer(lively_model, ids, rel):
+    peft = pytest.importorskip("peft")
+    model = lively_model()
+    expected = model(ids).logits
+    config = peft.LoraConfig(r=2, target_modules=["in_proj", "out_proj"], modules_to_save=["metaplasticity"])
+    model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    assert rel(model(ids).logits, expected) < 1e-6, "a fresh adapter changes nothing"
+    found = gradients(model.train(), input_ids=ids, labels=ids)
+    for layer in range(3):
+        assert any(f"layers.{layer}.mixer.in_proj.lora_B" in name for name in found)
+    assert sum("metaplasticity.modules_to_save" in name for name in found) == 2 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["plain", "padded"])
+def test_torch_compile_gives_the_same_numbers_at_two_lengths(lively_model, ids, rel, mode):
+    model = lively_model(num_hidden_layers=2, palimpsa_layers=[1])
+    compiled = torch.compile(model, dynamic=True)
+    with torch.no_grad():
+        for length in (19, 37):
+            mask = torch.ones_like(ids[:, :length])
+            if mode == "padded":
+                mask[0, :4] = 0
+            inputs = {"input_ids": ids[:, :length], "attention_mask": mask, "use_cache": False}
+            real = mask == 1
+            assert rel(compiled(**inputs).logits[real], model(**inputs).logits[real]) < 1e-5
