@@ -10,7 +10,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,10 +48,13 @@ REPORT_FILE, CARD_FILE = "surgery_report.json", "README.md"
 
 @dataclass(frozen=True)
 class MeasureOptions:
-    """How to measure when the plan needs figures that nobody gave; the fields are those of `forgetting.measure`."""
+    """How to measure when the plan needs figures that nobody gave; the fields are those of `forgetting.measure`.
+
+    A quarter of the tokens that the stage `measure` takes by itself: enough to rank layers, and four times faster.
+    """
 
     data: str | Path | None = None
-    tokens: int = 65536
+    tokens: int = 16384
     seq_len: int = 2048
     seed: int = 0
     device: str = "cpu"
@@ -146,7 +149,7 @@ def _settle(
 
 
 def _measure(checkpoint: Checkpoint, measuring: MeasureOptions) -> Profile:
-    return measure(checkpoint, **measuring.__dict__)
+    return measure(checkpoint, **asdict(measuring))
 
 
 def _profile_beside(plan: Path, checkpoint: Checkpoint) -> Profile | None:
@@ -290,6 +293,8 @@ def _created(name: str, start_of: Callable[[int], Start]) -> Tensor:
 
 def write_surroundings(checkpoint: Checkpoint, folder: Path, config: dict[str, Any], dtype: torch.dtype) -> None:
     """config.json with `auto_map`, the bundled code, tokenizer and generation config."""
+    from transformers import GenerationConfig
+
     from ..modeling.bundle import auto_map, bundle_remote_code
     from ..modeling.configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 
@@ -302,6 +307,8 @@ def write_surroundings(checkpoint: Checkpoint, folder: Path, config: dict[str, A
         copy_without_paths(path, folder / path.name)
     if checkpoint.generation_config is not None:
         write_json(folder / "generation_config.json", _without_paths(checkpoint.generation_config))
+    else:
+        GenerationConfig.from_model_config(model_config).save_pretrained(folder)
 
 
 def copy_without_paths(source: Path, target: Path) -> None:

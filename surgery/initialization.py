@@ -25,6 +25,8 @@ the form `abs` the gradient of s does not depend on s: the first step of Adam ta
 _GATE_MEAN = 0.5
 """Mean of the sigmoid at a start with zero-mean projections: what the calibrated scale counts on."""
 
+_GATE_INPUT = 0.25
+
 
 @dataclass(frozen=True)
 class StartContext:
@@ -105,7 +107,8 @@ def calibrated(context: StartContext) -> Start:
     Per head, with u = J / I_prior of mean `strength` distributed as in the calibration statistics, the prior that makes
     M / (I_prior (1 + u)) the least-squares fit of M is E[(1 + u)^-2] / E[(1 + u)^-1], expectations weighted by M^2.
     The scale follows from the mean importance. W_down holds the leading right singular directions of the input
-    projection, the ones Mamba2 itself reads, scaled so that its outputs have unit variance on an isotropic input.
+    projection, the ones Mamba2 itself reads, scaled so that its outputs have a standard deviation of `_GATE_INPUT` on an
+    isotropic input: gates start near one half, where the scale was computed, and have their full slope.
 
     Raises:
         UsageError: no calibration statistics.
@@ -122,7 +125,7 @@ def calibrated(context: StartContext) -> Start:
     prior = growth.pow(-2).mean(1) / growth.reciprocal().mean(1)
     value = strength * prior / (_GATE_MEAN * importance.clamp_min(1e-6))
     _, up = _random_gate(context, context.generator())
-    down = _leading_directions(context.load_in_proj(), context.rank) / calibration.input_rms
+    down = _leading_directions(context.load_in_proj(), context.rank) * (_GATE_INPUT / calibration.input_rms)
     return Start(down, up, scale_parameter(value, context.scale_form), prior.log().float())
 
 
