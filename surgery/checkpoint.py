@@ -75,7 +75,7 @@ class Checkpoint:
 
     Attributes:
         path: its folder.
-        layout: `mamba_ssm`, `codestral`, `hf_mamba2` or `palimpsa_mamba2`.
+        layout: a key of `keymap.TABLES`.
         config: arguments of `PalimpsaMamba2Config`; `vocab_size` is the embedding's number of rows, `palimpsa_layers`
             the layers already swapped.
         tensors: every tensor of the model by canonical name, in the order of the model.
@@ -208,6 +208,9 @@ def _locate(layout: Layout, tensors: Mapping[str, WeightsFile]) -> tuple[dict[st
             strangers.append(source_name)
             continue
         name, rule = found
+        if rule.dropped:
+            dropped.append(Dropped(source_name, rule.dropped))
+            continue
         info = file.tensors[source_name]
         entry = TensorEntry(name, source_name, canonical_shape(rule, info.shape), info.dtype, file.path.name)
         candidate = _Located(entry, info, file, rule)

@@ -28,11 +28,13 @@ class Rule:
         target: the canonical name, with the pattern's groups as `\\1`.
         transform: turns the source tensor into the canonical one, or None when it is copied. It must also work on
             meta tensors, from which the canonical shape is read before any weight is.
+        dropped: why a tensor of this name is no part of the model; None when it is.
     """
 
     source: str
     target: str
     transform: Callable[[torch.Tensor], torch.Tensor] | None = None
+    dropped: str | None = None
 
 
 # `embedding` is mamba_ssm's name and `embeddings` that of transformers, yet files of both kinds carry either. A model
@@ -53,11 +55,32 @@ _METAPLASTIC = (
         r"backbone.layers.\1.mixer.metaplasticity.\2",
     ),
 )
+# The authors' MetaMamba2; see `metamamba2.py`.
+_META_NAMES = {
+    r"b_rank_proj\.weight": "beta_down.weight",
+    r"b_proj\.weight": "beta_up.weight",
+    "b_scale": "beta_scale",
+    "Ip_log": "log_prior",
+}
+_META = tuple(
+    Rule(
+        rf"(?:model\.)?(?:backbone\.)?layers\.(\d+)\.mixer\.{theirs}",
+        rf"backbone.layers.\1.mixer.metaplasticity.{ours}",
+    )
+    for theirs, ours in _META_NAMES.items()
+)
+_META_UNUSED = Rule(
+    rf"(?:model\.)?(?:backbone\.)?layers\.\d+\.mixer\.(?:{'|'.join(_META_NAMES)})",
+    "",
+    dropped="part of the importance gate, which this model was trained without (metaplasticity: false)",
+)
 TABLES: dict[str, tuple[Rule, ...]] = {
     "mamba_ssm": _MAMBA2,
     "codestral": _MAMBA2,
     "hf_mamba2": _MAMBA2,
     "palimpsa_mamba2": _MAMBA2 + _METAPLASTIC,
+    "meta_mamba2": _MAMBA2 + _META,
+    "meta_mamba2 (off)": (*_MAMBA2, _META_UNUSED),
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from ..base.errors import CheckpointError
 from .keymap import strip_wrappers
 from .lazy import TensorInfo
+from .metamamba2 import MARKS, MODEL_TYPES, SOFTPLUS_NOTE, translate_config
 from .sources import read_foreign_json
 
 _INF = float("inf")
@@ -265,6 +266,16 @@ def _from_hf(path: Path, content: dict[str, Any]) -> Layout:
     )
 
 
+def _from_meta_mamba2(path: Path, content: dict[str, Any]) -> Layout:
+    """The authors' config, read like one of this package's after its translation."""
+    if content.get("model_type") not in MODEL_TYPES:
+        raise CheckpointError(_unknown(path.name, content))
+    layout = _from_hf(path, translate_config(path.name, content))
+    if not layout.config.get("palimpsa_layers"):
+        return layout._replace(name="meta_mamba2 (off)")
+    return layout._replace(name="meta_mamba2", notes=(*layout.notes, SOFTPLUS_NOTE))
+
+
 def _palimpsa_keys(where: str, content: dict[str, Any], layers: int) -> dict[str, Any]:
     _require_size(where, "num_hidden_layers", layers)
     keys = {key: content[key] for key in _PALIMPSA_KEYS if key in content}
@@ -355,6 +366,7 @@ def _unknown(where: str, content: dict[str, Any]) -> str:
 _Reader = Callable[[Path, dict[str, Any]], Layout]
 # The keys that tell one config from another, and its reader.
 _CONFIG_READERS: tuple[tuple[set[str], _Reader], ...] = (
+    (MARKS, _from_meta_mamba2),
     ({"hidden_size", "num_hidden_layers"}, _from_hf),
     ({"d_model", "n_layer"}, _from_mamba_ssm),
     ({"dim", "n_layers"}, _from_codestral),
