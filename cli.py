@@ -394,6 +394,59 @@ def generate(
 
 
 @verb
+def merge(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A lora or qlora run, or its adapter folder.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The model folder to write.")],
+    base: Annotated[str | None, typer.Option(help="The model that was trained, when it is not on the Hub.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of the matrices: source, float32, bfloat16, float16.")] = "source",
+    force: Force = False,
+) -> None:
+    """Merge an adapter and its base into one model folder."""
+    from .recipes.adapters import merge as run_merge
+
+    print(f"wrote {run_merge(run, out, base=base, dtype=dtype, force=force)}")
+
+
+@verb
+def export(
+    model: Model,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+    off: Annotated[bool, typer.Option("--off", help="Leave the importance of swapped layers out.")] = False,
+    revision: Revision = None,
+    force: Force = False,
+) -> None:
+    """Write a model in mamba_ssm's own layout."""
+    from .surgery.export import export_mamba_ssm
+
+    print(f"wrote {export_mamba_ssm(model, out, off=off, force=force, revision=revision)}")
+
+
+@verb
+def push(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A model folder or an adapter folder.")],
+    repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="owner/name on the Hub.")],
+    public: Annotated[bool, typer.Option("--public", help="Make a new repository public; it is private else.")] = False,
+    to_folder: Annotated[Path | None, typer.Option(help="Write what would be uploaded there, upload nothing.")] = None,
+    evaluation: Annotated[Path | None, typer.Option("--eval", help="eval.json for the card.")] = None,
+    base: Annotated[str | None, typer.Option(help="Hub id of an adapter's base.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace another model, or a folder that exists.")] = False,
+    json: Json = False,
+) -> None:
+    """Share a model on the Hub, with its code and its card."""
+    from .surgery.hub import push as run
+    from .surgery.hub import push_to_folder
+
+    if to_folder is not None:
+        print(f"wrote {push_to_folder(model, repo_id, to_folder, evaluation=evaluation, base=base, force=force)}")
+        return
+    result = run(model, repo_id, public=public, evaluation=evaluation, base=base, force=force)
+    if json:
+        _print_json(asdict(result))
+        return
+    print("\n".join([*result.notes, f"{'private' if result.private else 'public'}: {result.url}"]))
+
+
+@verb
 def doctor(device: Device = "auto", require_kernels: RequireKernels = False, json: Json = False) -> None:
     """Show what is installed and check the kernels on this machine."""
     from .surgery.doctor import diagnose
