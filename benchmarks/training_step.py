@@ -19,7 +19,6 @@ from datetime import date
 from pathlib import Path
 
 import torch
-
 from palimpsa_surgery.kernels.api import ScanShape, resolve_backend
 from palimpsa_surgery.kernels.conv import resolve_conv_backend
 from palimpsa_surgery.kernels.ssd import resolve_ssd_backend
@@ -119,9 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="mamba2_2.7b")
     parser.add_argument("--swap", type=int, default=8)
-    parser.add_argument(
-        "--beta-groups", type=int, default=None, help="one beta a head: 1; the default is one a channel"
-    )
+    parser.add_argument("--beta-groups", type=int, default=None, help="1 is one beta a head; default one a channel")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--warmup", type=int, default=3)
