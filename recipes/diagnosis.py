@@ -32,7 +32,11 @@ def first_bad_module(module: nn.Module, forward: Callable[[], Any]) -> str | Non
 
         return hook
 
-    handles = [inner.register_forward_hook(look(name)) for name, inner in module.named_modules() if name]
+    handles = [
+        inner.register_forward_hook(look(name.removeprefix("module.")))
+        for name, inner in module.named_modules()
+        if name not in ("", "module")
+    ]
     try:
         with torch.no_grad():
             forward()

@@ -132,7 +132,11 @@ def make_accelerator(recipe: Recipe, out: Path) -> Any:
         raise UsageError(
             "fine-tuning needs the package accelerate, which is not installed; install palimpsa-surgery[train]"
         ) from error
-    accelerator = Accelerator(mixed_precision="no", log_with=list(recipe.trackers) or None, project_dir=str(out))
+    # Without CUDA several processes must be told that they run on CPUs, or each believes to be alone.
+    cpu = not torch.cuda.is_available() and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    accelerator = Accelerator(
+        cpu=cpu, mixed_precision="no", log_with=list(recipe.trackers) or None, project_dir=str(out)
+    )
     if recipe.trackers:
         accelerator.init_trackers("trackers")
     return accelerator

@@ -74,6 +74,7 @@ def train(run: Training) -> None:
         TrainingError: a loss or gradient that is not finite, or a checkpoint that cannot be written.
     """
     recipe, total = run.recipe, run.recipe.total_steps()
+    write_metrics(run, _start_line(run))
     if run.validate is not None and run.position.step == 0:
         _record_validation(run, 0)
     run.module.train()
@@ -202,6 +203,13 @@ def _explain(run: Training, step: int, micro: list[dict[str, Tensor]], loss: flo
         f"step {step + 1}: the loss ({loss:g}) or its gradient is not finite, {place}; nothing was changed by this"
         " step: lower lr or lr_new, lengthen warmup, or look at that layer"
     )
+
+
+def _start_line(run: Training) -> dict[str, Any]:
+    """Where and how a run starts or goes on."""
+    device = run.accelerator.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {"kind": "start", "step": run.position.step, "processes": run.accelerator.num_processes, "device": name}
 
 
 def _wants_importance(recipe: Recipe, step: int) -> bool:

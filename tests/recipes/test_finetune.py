@@ -135,7 +135,7 @@ def test_a_killed_run_goes_on_bit_for_bit(changes, model_folder, recipe, tmp_pat
         assert torch.equal(tensor, tensors(whole.final)[name]), name
     keys = ("kind", "step", "loss", "grad_norm")
     lines = [
-        [{key: line.get(key) for key in keys} for line in read_metrics(run.folder / "metrics.jsonl")]
+        [{key: line.get(key) for key in keys} for line in read_metrics(run.folder / "metrics.jsonl") if "loss" in line]
         for run in (whole, result)
     ]
     assert lines[0] == lines[1]
@@ -163,7 +163,7 @@ def test_a_used_folder_is_refused_and_replaced_by_force(model_folder, recipe, tm
     with pytest.raises(OutputExistsError, match=r"holds a run .*--resume to go on, or --force"):
         finetune(model_folder, recipe, tmp_path / "run")
     finetune(model_folder, recipe, tmp_path / "run", overrides=["steps=2"], force=True)
-    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 4
+    assert [line["kind"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")].count("train") == 2
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
 
 
