@@ -169,6 +169,21 @@ def _hook(mixer: nn.Module, sums: ForgettingSums, real: Tensor) -> Any:
     return watch
 
 
+def source_tokenizer(checkpoint: Checkpoint, tokenizer: str | Path | None = None) -> Any:
+    """The checkpoint's tokenizer, or the one that was named.
+
+    Raises:
+        CheckpointError: the folder has no tokenizer's files; transformers would make an empty one up from the
+            model's type.
+    """
+    if tokenizer is None and not checkpoint.tokenizer_files:
+        raise CheckpointError(
+            f"{checkpoint.source_id}: has no tokenizer; give one with --tokenizer, a folder or a Hub id "
+            f"(the state-spaces models use EleutherAI/gpt-neox-20b)"
+        )
+    return load_tokenizer(tokenizer or checkpoint.path)
+
+
 def measure(
     src: str | Path | Checkpoint,
     *,
@@ -209,7 +224,7 @@ def measure(
         return static_forgetting(checkpoint)
     windows, about = token_windows(
         data,
-        load_tokenizer(tokenizer or checkpoint.path),
+        source_tokenizer(checkpoint, tokenizer),
         tokens=tokens,
         seq_len=seq_len,
         seed=seed,

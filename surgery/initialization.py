@@ -107,8 +107,8 @@ def calibrated(context: StartContext) -> Start:
     Per head, with u = J / I_prior of mean `strength` distributed as in the calibration statistics, the prior that makes
     M / (I_prior (1 + u)) the least-squares fit of M is E[(1 + u)^-2] / E[(1 + u)^-1], expectations weighted by M^2.
     The scale follows from the mean importance. W_down holds the leading right singular directions of the input
-    projection, the ones Mamba2 itself reads, scaled so that its outputs have a standard deviation of `_GATE_INPUT` on an
-    isotropic input: gates start near one half, where the scale was computed, and have their full slope.
+    projection, the ones Mamba2 itself reads, scaled to a standard deviation of `_GATE_INPUT` on an isotropic input:
+    gates start near one half, which the scale counts on, and have their full slope.
 
     Raises:
         UsageError: no calibration statistics.

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from ..base.console import progress
 from ..base.errors import PalimpsaError, UsageError, VerificationError
-from ..base.text import load_tokenizer, token_windows
+from ..base.text import token_windows
+from .forgetting import source_tokenizer
 from .plan import SHARED_KEYS, Plan
 
 if TYPE_CHECKING:
@@ -184,8 +185,8 @@ def verify_layers(checkpoint: Checkpoint, folder: Path, plan: Plan) -> dict[int,
     with torch.no_grad():
         for layer in progress(list(plan.layers), "checking layers"):
             hidden = _layer_input(checkpoint, layer)
-            expected = _mixer(Mamba2Mixer(source_geometry), checkpoint, layer)(hidden)
-            mixer = _mixer(PalimpsaMixer(geometry), written, layer)
+            expected = _mixer(Mamba2Mixer(source_geometry), checkpoint, written, layer)(hidden)
+            mixer = _mixer(PalimpsaMixer(geometry), written, written, layer)
             with metaplasticity_off(mixer):
                 off = relative_l2(mixer(hidden), expected)
             on = relative_l2(mixer(hidden), expected)
@@ -202,10 +203,11 @@ def _layer_input(checkpoint: Checkpoint, layer: int) -> Tensor:
     return noise * noise.square().mean(-1, keepdim=True).rsqrt() * weight
 
 
-def _mixer(mixer: nn.Module, checkpoint: Checkpoint, layer: int) -> nn.Module:
+def _mixer(mixer: nn.Module, checkpoint: Checkpoint, written: Checkpoint, layer: int) -> nn.Module:
+    """The mixer in fp32 with a checkpoint's tensors, rounded to the dtypes that were written."""
     prefix = f"backbone.layers.{layer}.mixer."
     names = [name for name in checkpoint.tensors if name.startswith(prefix)]
-    state = {name.removeprefix(prefix): checkpoint.load(name).float() for name in names}
+    state = {name.removeprefix(prefix): checkpoint.load(name).to(written.tensors[name].dtype).float() for name in names}
     mixer.load_state_dict(state, strict=True, assign=True)
     return mixer.eval()
 
@@ -277,7 +279,7 @@ def _text(checkpoint: Checkpoint, tokenizer: str | None) -> tuple[Tensor, str]:
     """Token ids [1, T] of the embedded text, or seeded ids when there is no tokenizer."""
     vocabulary = checkpoint.config["vocab_size"]
     try:
-        loaded = load_tokenizer(tokenizer or checkpoint.path)
+        loaded = source_tokenizer(checkpoint, tokenizer)
         windows, about = token_windows(None, loaded, tokens=TOKENS, seq_len=TOKENS, vocab_size=vocabulary)
         return torch.as_tensor(windows[0])[None], about["data"]
     except PalimpsaError as error:

@@ -1,4 +1,4 @@
-"""Conversion end to end on pico models and the embedded checkpoint: files, accounts, dtypes, refusals, whole or nothing."""
+"""Conversion end to end on pico models and the embedded checkpoint: files, accounts, dtypes, refusals."""
 
 import json
 import os

@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pico
 import pytest
 import torch
 from palimpsa_surgery.base.errors import CheckpointError
@@ -11,7 +12,7 @@ from palimpsa_surgery.modeling import PalimpsaMamba2Config, PalimpsaMamba2ForCau
 from palimpsa_surgery.surgery.checkpoint import open_checkpoint
 from palimpsa_surgery.surgery.forgetting import FLOOR, measure, measure_forgetting, static_forgetting, window_of
 from palimpsa_surgery.surgery.loading import load_model
-from torch.nn import functional as F
+from torch.nn.functional import silu, softplus
 
 SIZES = {
     "vocab_size": 40,
@@ -60,12 +61,12 @@ def oracle(model, windows):
             projected = hidden * block.norm.weight @ mixer.in_proj.weight.T
             z, mixed, raw = projected.split([inner, inner + 2 * groups * size, heads], -1)
             low, high = config.time_step_limit
-            step = F.softplus(raw + mixer.dt_bias.double()).clamp(low, high)
+            step = softplus(raw + mixer.dt_bias.double()).clamp(low, high)
             strength = mixer.A_log.double().exp()
             padded = torch.cat([mixed.new_zeros(3, mixed.shape[1]), mixed])
             kernel = mixer.conv1d.weight[:, 0].T
             mixed = torch.stack([(padded[t : t + 4] * kernel).sum(0) for t in range(len(ids))])
-            mixed = F.silu(mixed + mixer.conv1d.bias)
+            mixed = silu(mixed + mixer.conv1d.bias)
             out = torch.zeros(len(ids), heads, head_dim, dtype=torch.float64)
             for head in range(heads):
                 group = head // (heads // groups)
@@ -79,7 +80,7 @@ def oracle(model, windows):
                     reaches[layer][head] += 1 / -math.expm1(-nats)
                     state = math.exp(-nats) * state + step[t, head] * torch.outer(values[t], keys[t])
                     out[t, head] = state @ queries[t] + mixer.D.double()[head] * values[t]
-            gated = (out.flatten(1) * F.silu(z)).unflatten(1, (groups, -1))
+            gated = (out.flatten(1) * silu(z)).unflatten(1, (groups, -1))
             gated = (gated * gated.square().mean(-1, keepdim=True).add(config.layer_norm_epsilon).rsqrt()).flatten(1)
             stream = stream + (gated * mixer.norm.weight) @ mixer.out_proj.weight.T
     return [torch.tensor(sums, dtype=torch.float64) / count for sums in (rates, reaches)]
@@ -192,7 +193,7 @@ def test_static_figures_come_from_the_weights_alone():
     checkpoint = open_checkpoint(embedded_checkpoint_path())
     profile = static_forgetting(checkpoint)
     mixer = load_model(checkpoint, dtype=torch.float32).backbone.layers[3].mixer
-    decay = mixer.A_log.double().exp() * F.softplus(mixer.dt_bias.double())
+    decay = mixer.A_log.double().exp() * softplus(mixer.dt_bias.double())
     assert profile.method == "static"
     assert (profile.data, profile.tokens) == ("", 0)
     assert profile.layers[3].head_rate == pytest.approx(decay.tolist(), rel=1e-6)
@@ -207,6 +208,12 @@ def test_the_profile_names_text_source_and_amount():
     assert profile.fingerprint == open_checkpoint(embedded_checkpoint_path()).fingerprint
     assert len(profile.layers) == 8
     assert all(layer.calibration for layer in profile.layers)
+
+
+def test_a_folder_without_a_tokenizer_asks_for_one(tmp_path):
+    pico.write_hf(tmp_path / "source")
+    with pytest.raises(CheckpointError, match="source: has no tokenizer; give one with --tokenizer"):
+        measure(tmp_path / "source", tokens=64, seq_len=32)
 
 
 def test_the_shared_checkpoint_has_its_known_order(shared):

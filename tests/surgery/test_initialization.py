@@ -1,4 +1,4 @@
-"""The starts: what they are, that they are reproducible, that the calibrated one keeps scales, that all of them move."""
+"""The starts: what they are, that they are reproducible, that the calibrated one keeps scales, that identity moves."""
 
 import math
 
@@ -164,7 +164,7 @@ def _inputs(folder, windows, mixer):
 
 
 def test_identity_start_moves_within_fifty_steps(tmp_path, windows):
-    """Scale tenfold and more, W_down and W_up visibly, at the learning rate of the recipes; I_prior + J stays above 0."""
+    """Scale tenfold and more, W_down and W_up visibly, at the learning rate of the recipes; the prior stays above 0."""
     convert(embedded_checkpoint_path(), tmp_path / "out", layers=(1, 4), verify="none")
     model = load_model(tmp_path / "out", dtype=torch.float32).train()
     gates = [module for module in model.modules() if isinstance(module, Metaplasticity)]

@@ -1,0 +1,94 @@
+"""The model card: facts of the report, licence and base model of the source alone, a user's own text kept."""
+
+import pytest
+import yaml
+from palimpsa_surgery.surgery.card import MARKER, CardFacts, is_own_card, kept_readme, render_card
+from palimpsa_surgery.surgery.plan import Plan
+from palimpsa_surgery.surgery.profile import LayerProfile, Profile
+
+
+def make_plan(**over):
+    values = {"source": "tiny", "fingerprint": "ab", "layers": (0, 2), "beta_rank": 4, "beta_groups": 8}
+    return Plan(**{**values, "rule": "window", "reasons": {0: "longest"}, **over})
+
+
+def make_profile():
+    layers = [LayerProfile(layer=i, rate=0.25, window=12.5, head_rate=[0.25], head_window=[12.5]) for i in range(3)]
+    return Profile(
+        method="measured", source="tiny", fingerprint="ab", data="text", tokens=128, seq_len=64, layers=layers
+    )
+
+
+def facts(**over):
+    values = {"name": "tiny-palimpsa", "plan": make_plan(), "swapped": (0, 1, 2), "dtype": "bfloat16"}
+    return CardFacts(**{**values, "profile": make_profile(), **over})
+
+
+def front_matter(card):
+    return yaml.safe_load(card.split("---\n")[1])
+
+
+def test_licence_and_base_model_are_carried_over():
+    values = front_matter(render_card(facts(license="apache-2.0", base_model="state-spaces/mamba2-2.7b")))
+    assert (values["license"], values["base_model"]) == ("apache-2.0", "state-spaces/mamba2-2.7b")
+
+
+def test_what_the_source_does_not_say_is_not_invented():
+    card = render_card(facts())
+    assert not {"license", "base_model"} & set(front_matter(card))
+    assert "The source's card names no licence" in card
+
+
+def test_hub_metadata_names_library_and_task():
+    values = front_matter(render_card(facts()))
+    assert (values["library_name"], values["pipeline_tag"]) == ("transformers", "text-generation")
+    assert "palimpsa" in values["tags"]
+
+
+def test_swapped_layers_stand_with_windows_and_reasons():
+    card = render_card(facts())
+    assert "| 0 | 12.5 | 0.25 | longest |" in card
+    assert "| 1 | 12.5 | 0.25 | swapped before |" in card
+    assert "3 layers were replaced" in card
+    assert "128 tokens of text in windows of 64" in card
+
+
+def test_a_single_layer_reads_as_one_and_no_profile_as_a_list():
+    card = render_card(facts(swapped=(2,), profile=None))
+    assert "1 layer was replaced" in card
+    assert "Layers 2, listed by hand" in card
+    assert "profile.json" not in card
+
+
+@pytest.mark.parametrize(
+    ("init", "strength", "form", "words"),
+    [
+        ("identity", None, "abs", "the logits of the source"),
+        ("calibrated", 0.25, "abs", "mean importance growth of 0.25"),
+        ("paper", None, "softplus", "random start of the paper"),
+    ],
+)
+def test_the_start_is_named(init, strength, form, words):
+    card = render_card(facts(plan=make_plan(init=init, strength=strength, beta_scale_form=form)))
+    assert f"Start: **{init}**" in card
+    assert words in card
+
+
+def test_verification_figures_or_their_absence_are_said():
+    assert "| metaplasticity off | 2.1e-07 |" in render_card(facts(verification={"metaplasticity off": "2.1e-07"}))
+    assert "Not verified at conversion" in render_card(facts())
+
+
+def test_usage_loads_with_and_without_the_package():
+    card = render_card(facts())
+    assert 'from_pretrained("tiny-palimpsa", trust_remote_code=True)' in card
+    assert "import palimpsa_surgery.modeling" in card
+
+
+def test_a_card_with_the_marker_is_ours_and_one_without_is_kept(tmp_path):
+    assert kept_readme(tmp_path) is None
+    (tmp_path / "README.md").write_text(render_card(facts()))
+    assert is_own_card(render_card(facts()))
+    assert kept_readme(tmp_path) is None
+    (tmp_path / "README.md").write_text(render_card(facts()).replace(MARKER, ""))
+    assert "tiny-palimpsa" in kept_readme(tmp_path)
