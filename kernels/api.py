@@ -61,6 +61,21 @@ class ScanShape(NamedTuple):
     variance: bool = False
 
 
+def eager(function):
+    """Decorator: torch.compile breaks its graph here instead of unrolling the loops, tables and checks inside."""
+    disabled = []
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        if not torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        if not disabled:  # imports torch._dynamo, so not before something is being compiled
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
+
+    return call
+
+
 def set_require_kernels(required: bool) -> None:
     """With True, "auto" raises `KernelUnavailableError` where it would fall back to plain torch."""
     global _required
@@ -151,6 +166,7 @@ def resolve_backend(name: str, device: torch.device | str, shape: ScanShape | No
     )
 
 
+@eager
 def metaplastic_scan(
     q: Tensor,
     k: Tensor,
@@ -213,6 +229,7 @@ def metaplastic_scan(
     )
 
 
+@eager
 def metaplastic_step(
     q: Tensor,
     k: Tensor,
@@ -314,8 +331,7 @@ def _check_scan(q, k, v, beta, log_decay, prior, cu_seqlens, chunk_size) -> None
 
 
 def _check_values(log_decay: Tensor, prior: Tensor) -> None:
-    # Reading values of a CUDA tensor would stall the stream, and those of a traced one cannot be read.
-    if prior.device.type != "cpu" or torch.compiler.is_compiling():
+    if prior.device.type != "cpu":  # reading values of a CUDA tensor would stall the stream
         return
     if not bool((prior.detach() > 0).all()):
         raise UsageError(f"prior holds {prior.min().item():g}; expected every head's prior to be positive and finite.")

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from ..base.errors import KernelUnavailableError, UsageError
-from .api import check_cu_seqlens, require_kernels, sibling
+from .api import check_cu_seqlens, eager, require_kernels, sibling
 from .torch_blocks import row_lengths
 
 # Fastest first; "torch" and "causal_conv1d" live in this file, others are modules beside it.
@@ -75,6 +75,7 @@ def resolve_conv_backend(name: str, device: torch.device | str, dtype: torch.dty
     raise KernelUnavailableError(f"the causal convolution cannot run on a kernel on {device} ({'; '.join(reasons)}).")
 
 
+@eager
 def causal_conv(
     x: Tensor,
     weight: Tensor,
@@ -145,6 +146,7 @@ def _packed(run, x, weight, bias, activation, initial_state, lengths: list[int])
     return y.index_select(1, token_at.to(x.device)), final
 
 
+@eager
 def causal_conv_step(
     x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = "silu"
 ) -> Tensor:

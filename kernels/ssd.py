@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..base.errors import KernelUnavailableError, UsageError
-from .api import check_cu_seqlens, require_kernels
+from .api import check_cu_seqlens, eager, require_kernels
 from .reference import compute_dtype
 from .torch_blocks import BlockPlan, before_here, block_decays, crossing, from_here_on, make_plan, row_lengths
 
@@ -39,8 +39,10 @@ def mamba_ssm_unavailable() -> str | None:
     return found if isinstance(found, str) else None
 
 
-def resolve_ssd_backend(name: str, device: torch.device | str, dtype: torch.dtype = torch.float32) -> str:
-    """The backend that a plain Mamba2 layer will run on.
+def resolve_ssd_backend(
+    name: str, device: torch.device | str, dtype: torch.dtype = torch.float32, packed_states: bool = False
+) -> str:
+    """The backend that a plain Mamba2 layer will run on; `packed_states`: packed documents with states in or out.
 
     Raises:
         UsageError: unknown name.
@@ -55,6 +57,8 @@ def resolve_ssd_backend(name: str, device: torch.device | str, dtype: torch.dtyp
         reason = f"the tensors are on {device}, mamba-ssm needs CUDA"
     elif dtype == torch.float64:
         reason = "mamba-ssm has no fp64"
+    elif packed_states:
+        reason = "mamba-ssm has no states of packed documents"
     else:
         reason = mamba_ssm_unavailable()
     if reason is None:
@@ -64,6 +68,7 @@ def resolve_ssd_backend(name: str, device: torch.device | str, dtype: torch.dtyp
     return "torch"
 
 
+@eager
 def mamba2_scan(
     x: Tensor,
     dt: Tensor,
@@ -75,7 +80,8 @@ def mamba2_scan(
     cu_seqlens: Tensor | None = None,
     chunk_size: int | None = None,
     backend: str = "auto",
-) -> tuple[Tensor, Tensor]:
+    final_state: bool = True,
+) -> tuple[Tensor, Tensor | None]:
     """y_t = M_t C_t with M_t = exp(A dt_t) M_{t-1} + dt_t x_t (x) B_t, per head; D x is not included.
 
     Args:
@@ -86,8 +92,10 @@ def mamba2_scan(
         C: [B, T, G, N] queries.
         initial_state: [B, H, P, N], one a document with `cu_seqlens`; zeros when None.
         cu_seqlens: [S + 1] starts of packed documents, then T; needs a batch of 1.
-        chunk_size: tokens a chunk.
-        backend: "auto", "torch" or "mamba_ssm".
+        chunk_size: tokens a chunk, a power of two; at most 64 in torch.
+        backend: "auto", "torch" or "mamba_ssm". mamba-ssm's kernels take packed documents only without initial and
+            final states; "auto" falls back to torch for those.
+        final_state: False when the state is not needed, None is then returned for it.
 
     Returns:
         y [B, T, H, P] in x's dtype and the final state [B or S, H, P, N] in fp32 (fp64 for fp64 inputs).
@@ -97,16 +105,18 @@ def mamba2_scan(
         KernelUnavailableError: the backend cannot run here.
     """
     _check(x, dt, A, B, C, initial_state, cu_seqlens)
-    name = resolve_ssd_backend(backend, x.device, compute_dtype(x, B, C))
-    if name == "mamba_ssm" and cu_seqlens is None:
-        return _mamba_ssm_scan(x, dt, A, B, C, initial_state, chunk_size or _MAMBA_SSM_CHUNK)
     dtype = compute_dtype(x, B, C)
-    dt = dt.to(dtype)
-    v = x * dt.unsqueeze(-1)
-    y, state = linear_scan(C, B, v, dt * A.to(dtype), initial_state, cu_seqlens, chunk_size)
-    return y.to(x.dtype), state
+    packed_states = cu_seqlens is not None and (final_state or initial_state is not None)
+    if resolve_ssd_backend(backend, x.device, dtype, packed_states) == "mamba_ssm":
+        y, state = _mamba_ssm_scan(x, dt, A, B, C, initial_state, cu_seqlens, chunk_size or _MAMBA_SSM_CHUNK)
+    else:
+        dt = dt.to(dtype)
+        chunk_size = min(chunk_size or DEFAULT_CHUNK, DEFAULT_CHUNK)
+        y, state = linear_scan(C, B, x * dt.unsqueeze(-1), dt * A.to(dtype), initial_state, cu_seqlens, chunk_size)
+    return y.to(x.dtype), state if final_state else None
 
 
+@eager
 def mamba2_step(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, *, backend: str = "auto"
 ) -> Tensor:
@@ -133,13 +143,15 @@ def _torch_step(x, dt, A, B, C, state):
     return torch.matmul(state, q.transpose(2, 3)).squeeze(-1).to(x.dtype)
 
 
-def _mamba_ssm_scan(x, dt, A, B, C, initial_state, chunk_size):
+def _mamba_ssm_scan(x, dt, A, B, C, initial_state, cu_seqlens, chunk_size):
     scan, _ = _mamba_ssm()
     with torch.cuda.device(x.device):
-        y, state = scan(
-            x, dt, A, B, C, chunk_size, initial_states=initial_state, dt_softplus=False, return_final_states=True
-        )
-    return y, state.float()
+        if cu_seqlens is None:
+            y, state = scan(x, dt, A, B, C, chunk_size, initial_states=initial_state, return_final_states=True)
+            return y, state.float()
+        token = torch.arange(x.shape[1], device=x.device)
+        document = torch.searchsorted(cu_seqlens.to(x.device, token.dtype)[1:], token, right=True)
+        return scan(x, dt, A, B, C, chunk_size, seq_idx=document.int().unsqueeze(0)), None
 
 
 @torch.no_grad()
@@ -196,8 +208,6 @@ def linear_scan(q, k, v, log_decay, initial_state=None, cu_seqlens=None, chunk_s
     Returns:
         o [B, T, H, P] and the final state, in fp32 (fp64 for fp64 inputs).
     """
-    if torch.compiler.is_compiling():
-        torch._dynamo.graph_break()
     lengths = row_lengths(v.shape[0], v.shape[1], cu_seqlens)
     plan = make_plan(lengths, min(chunk_size or DEFAULT_CHUNK, max(lengths)), len(lengths), v.device)
     return _LinearScan.apply(q, k, v, log_decay, initial_state, plan, compute_dtype(q, k, v))

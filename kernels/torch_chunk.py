@@ -36,8 +36,6 @@ def unavailable(device: torch.device) -> str | None:
 
 def scan(q, k, v, beta, log_decay, prior, *, initial_state=None, cu_seqlens=None, chunk_size=None, variance=False):
     """`metaplastic_scan` in plain torch; see `api.metaplastic_scan` for shapes."""
-    if torch.compiler.is_compiling():
-        torch._dynamo.graph_break()
     batch, length, heads, _ = v.shape
     groups, state_size = beta.shape[3], k.shape[3]
     lengths = row_lengths(batch, length, cu_seqlens)
