@@ -84,7 +84,7 @@ def record_importance(model: nn.Module) -> Iterator[ImportanceRecorder]:
     """
     recorder = ImportanceRecorder()
     # By attribute, not by class: code loaded from a model folder brings its own copy of the class.
-    mixers = [module for module in model.modules() if hasattr(module, "importance_observer")]
+    mixers = [module for module in model.modules() if "importance_observer" in vars(module)]
     before = [mixer.importance_observer for mixer in mixers]
     try:
         for mixer in mixers:

@@ -87,7 +87,7 @@ def metaplasticity_off(model: nn.Module) -> Iterator[nn.Module]:
     over from a run with metaplasticity on keep their J, so start from an empty cache.
     """
     # By attribute, not by class: code loaded from a model folder brings its own copy of the class.
-    gates = [module for module in model.modules() if hasattr(module, "plasticity_enabled")]
+    gates = [module for module in model.modules() if "plasticity_enabled" in vars(module)]
     before = [gate.plasticity_enabled for gate in gates]
     try:
         for gate in gates:

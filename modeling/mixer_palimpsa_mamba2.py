@@ -201,7 +201,7 @@ class Mamba2Mixer(KeepFp32Mixin, nn.Module):
         """What the scan needs beside the channels and the step; nothing in plain Mamba2."""
         return None
 
-    def _scan(self, x, B, C, step, gate, state, layout) -> tuple[Tensor, Tensor]:
+    def _scan(self, x, B, C, step, gate, state, layout) -> tuple[Tensor, Tensor | None]:
         cu_seqlens = None if layout is None else layout.cu_seqlens
         return mamba2_scan(
             x,
@@ -213,6 +213,7 @@ class Mamba2Mixer(KeepFp32Mixin, nn.Module):
             cu_seqlens=cu_seqlens,
             chunk_size=self.geometry.chunk_size,
             backend=self.backend,
+            final_state=cu_seqlens is None,  # no cache takes the states of packed documents
         )
 
     def _one_step(self, x, B, C, step, gate, state) -> Tensor:

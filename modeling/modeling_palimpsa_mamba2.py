@@ -11,6 +11,7 @@ from ..base.errors import CheckpointError, UsageError
 from .configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 from .initial_values import initialize
 from .layout import SequenceLayout, sequence_layout
+from .metaplasticity import Metaplasticity
 from .mixer_palimpsa_mamba2 import Mamba2Mixer, PalimpsaMixer
 from .outputs import CACHE_FIELD, PalimpsaMamba2CausalLMOutput, PalimpsaMamba2Output
 from .precision import compute_dtype
@@ -91,6 +92,9 @@ class PalimpsaMamba2PreTrainedModel(PreTrainedModel):
                 f"{pretrained_model_name_or_path}: has importance gates for layers that palimpsa_layers in config.json "
                 f"does not list ({_some(stray)}); correct palimpsa_layers"
             )
+        for module in model.modules():
+            if isinstance(module, Metaplasticity):  # loading makes parameters anew, and all of them trainable
+                module.log_prior.requires_grad_(module.geometry.train_prior)
         return (model, info) if output_loading_info else model
 
 
