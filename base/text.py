@@ -200,6 +200,7 @@ def token_windows(
     seq_len: int = 2048,
     seed: int = 0,
     vocab_size: int | None = None,
+    spread: int = 1,
 ) -> tuple[list[np.ndarray], dict[str, Any]]:
     """Windows of `seq_len` tokens, `tokens` in all, of the documents joined with the end-of-text token.
 
@@ -212,6 +213,8 @@ def token_windows(
         seq_len: tokens a window.
         seed: of the order of the documents.
         vocab_size: rows of the model's embedding; an id outside them is an error.
+        spread: the windows are taken at equal distances from so many times as much text (or what there is of it), so
+            that a few windows do not all come from one long document.
 
     Returns:
         The windows, int64 arrays, and what outputs record about them: data, tokens, seq_len, windows, seed.
@@ -221,7 +224,7 @@ def token_windows(
     if tokens < seq_len:
         raise UsageError(f"{tokens} tokens do not fill one window of {seq_len}; raise --tokens or lower --seq-len")
     count = tokens // seq_len
-    stream = _token_stream(_shuffled(iter_documents(data), seed), tokenizer, count * seq_len)
+    stream = _token_stream(_shuffled(iter_documents(data), seed), tokenizer, count * seq_len * spread)
     if vocab_size is not None and len(stream) and stream.max() >= vocab_size:
         raise CheckpointError(
             f"the tokenizer gives the id {stream.max()} but the model's embedding has {vocab_size} rows; "
@@ -230,6 +233,8 @@ def token_windows(
     if len(stream) < 2:
         raise DataError(f"{data_name(data)}: holds {len(stream)} token(s), too few to measure or predict anything")
     windows = [stream[i : i + seq_len] for i in range(0, len(stream) - seq_len + 1, seq_len)] or [stream]
+    if len(windows) > count:
+        windows = [windows[index * len(windows) // count] for index in range(count)]
     total = sum(len(window) for window in windows)
     if total < count * seq_len:
         logger.warning("%s holds only %d tokens in whole windows, %d were asked for", data_name(data), total, tokens)

@@ -89,7 +89,8 @@ def evaluate(
     text = EvalText(
         data,
         encoder,
-        tokens=max(settings.tokens, settings.longest),
+        longest=settings.longest,
+        tokens=settings.tokens,
         seed=settings.seed,
         vocab_size=min(checkpoint.config["vocab_size"] for checkpoint in checkpoints),
     )
@@ -113,7 +114,7 @@ def evaluate(
         data=EvalData(name=data_name(data), tokens=len(text.stream), tokenizer=encoder_name),
         device=describe_device(torch.device(device)),
         backends=backends,
-        options=asdict(settings),
+        options={key: list(v) if isinstance(v, tuple) else v for key, v in asdict(settings).items()},
         suites=_compared(results, [fact.name for fact in facts]),
     )
     return report if out is None else _written(report, Path(out))

@@ -30,8 +30,8 @@ SUITES = {
     "speed": "suite_speed",
     "importance": "suite_importance",
 }
-_RAREST = 256
-"""Tokens drawn for a probe come from so many of the rarest in the text around it."""
+_SPREAD, _MOST_READ = 8, 1 << 20
+"""Blocks of text come from so many times as much, unless that is more than so many tokens."""
 
 
 def suite_module(name: str) -> ModuleType:
@@ -130,38 +130,50 @@ class SuiteResult(NamedTuple):
 class EvalText:
     """The text of an evaluation, cut into windows of any length; the same for every model.
 
+    It is taken in blocks of the longest length from all over the data: windows of the same document are no independent
+    samples. Shorter windows are cut from the same blocks.
+
     Args:
         data: as for `base.text.iter_documents`.
         tokenizer: of the models.
-        tokens: how many to take at each length, at least one window.
+        longest: tokens of a block.
+        tokens: how many to take, at least one block.
         seed: of the order of the documents.
         vocab_size: rows of the smallest embedding.
     """
 
-    def __init__(self, data: str | Path | None, tokenizer: Any, *, tokens: int, seed: int, vocab_size: int) -> None:
+    def __init__(
+        self, data: str | Path | None, tokenizer: Any, *, longest: int, tokens: int, seed: int, vocab_size: int
+    ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.seed = seed
-        self._source, self._tokens = data, tokens
-        self._windows: dict[int, list[np.ndarray]] = {}
+        self._source, self._tokens, self._longest = data, max(tokens, longest), longest
 
-    def windows(self, length: int) -> list[np.ndarray]:
-        """Windows of `length` tokens; one shorter window when the text does not fill one."""
-        if length not in self._windows:
-            self._windows[length], _ = token_windows(
-                self._source,
-                self.tokenizer,
-                tokens=max(self._tokens, length),
-                seq_len=length,
-                seed=self.seed,
-                vocab_size=self.vocab_size,
-            )
-        return self._windows[length]
+    @cached_property
+    def _blocks(self) -> list[np.ndarray]:
+        spread = max(1, min(_SPREAD, _MOST_READ // self._tokens))
+        return token_windows(
+            self._source,
+            self.tokenizer,
+            tokens=self._tokens,
+            seq_len=self._longest,
+            seed=self.seed,
+            vocab_size=self.vocab_size,
+            spread=spread,
+        )[0]
 
     @cached_property
     def stream(self) -> np.ndarray:
-        """All of the text in one piece, or what there is of it."""
-        return self.windows(self._tokens)[0]
+        """All of the text in one piece."""
+        return np.concatenate(self._blocks)
+
+    def windows(self, length: int) -> list[np.ndarray]:
+        """Windows of `length` tokens, at most the longest; one shorter window when the text does not fill one."""
+        size = len(self._blocks[0])
+        if length > size:
+            return self._blocks[:1]
+        return [block[i : i + length] for block in self._blocks for i in range(0, size - length + 1, length)]
 
     def filler(self, length: int, number: int) -> np.ndarray:
         """`length` tokens of running text, another part of it for each `number` as far as it goes round.
@@ -178,7 +190,7 @@ class EvalText:
         return np.roll(self.stream, -((number * length) % len(self.stream)))[:length]
 
     def rare_tokens(self, count: int, around: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-        """`count` different tokens, drawn from those of the text that are rarest in `around`.
+        """`count` different tokens of the text that are absent in `around`, or rarest where too few are absent.
 
         They occur in the text, so the model knows them; special tokens are never among them.
 
@@ -192,7 +204,7 @@ class EvalText:
             )
         uses = np.bincount(around, minlength=self.vocab_size)[known]
         order = np.lexsort((generator.random(len(known)), uses))
-        return generator.permutation(known[order[: max(count, _RAREST)]])[:count]
+        return generator.permutation(known[order[:count]])
 
 
 class Subject:

@@ -146,6 +146,13 @@ def test_windows_repeat_with_the_seed_and_change_with_it(tokenizer):
     assert not np.array_equal(first(1)[0], first(2)[0])
 
 
+def test_windows_may_be_spread_over_more_text(tokenizer):
+    every, _ = text.token_windows(None, tokenizer, tokens=128 * 12, seq_len=128)
+    spread, description = text.token_windows(None, tokenizer, tokens=128 * 4, seq_len=128, spread=3)
+    assert [next(i for i, window in enumerate(every) if np.array_equal(window, s)) for s in spread] == [0, 3, 6, 9]
+    assert (description["windows"], description["tokens"]) == (4, 512)
+
+
 def test_a_prefix_of_the_tokens_gives_the_first_windows(tokenizer):
     few, _ = text.token_windows(None, tokenizer, tokens=256, seq_len=128)
     more, _ = text.token_windows(None, tokenizer, tokens=1000, seq_len=128)
