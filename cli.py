@@ -4,6 +4,7 @@ Help has to answer at once, so nothing heavy is imported outside a verb.
 """
 
 import functools
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -118,6 +119,23 @@ def _options(version: Annotated[bool, typer.Option("--version", help="Print the 
     if version:
         print(f"palimpsa-surgery {__version__}")
         raise typer.Exit
+
+
+@verb
+def demo(
+    out: Annotated[Path, typer.Option("-o", "--out", help="The folder to make.")] = Path("palimpsa-demo"),
+    tokens: Annotated[int | None, typer.Option(help="Of text to measure on (16384).")] = None,
+    steps: Annotated[int | None, typer.Option(help="Of fine-tuning (30).")] = None,
+    force: Force = False,
+) -> None:
+    """Run the whole pipeline on a small model that comes with this package."""
+    from .recipes.demo import PROMPT, DemoOptions, run_demo
+
+    result = run_demo(out, options=DemoOptions(**_given(tokens=tokens, steps=steps)), force=force)
+    print("What was done, as commands:\n\n  " + "\n  ".join(result.commands) + "\n")
+    print(table(result.rows(), ("model", "loss", "difference from the source")) + "\n")
+    print("\n".join(f"{name}: {PROMPT}{text}\n" for name, text in result.texts.items()))
+    print(f"wrote {result.folder / 'report.md'}")
 
 
 @verb
@@ -299,6 +317,8 @@ def finetune(
     switches = {"deterministic": deterministic, "require_kernels": require_kernels}
     overrides = [*(overrides or []), *(f"{key}=true" for key, on in switches.items() if on)]
     result = run(model, recipe, out, resume=resume, overrides=overrides, force=force, revision=revision)
+    if os.environ.get("RANK", "0") != "0":
+        return  # of several processes the first one reports
     if json:
         _print_json({**asdict(result), "folder": result.folder.name, "final": result.final.name})
         return

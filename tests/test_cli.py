@@ -1,5 +1,6 @@
 """The command line as a user meets it: exit codes, one line for each error, JSON on stdout and nothing else there."""
 
+import functools
 import json
 import os
 import re
@@ -129,6 +130,21 @@ def test_a_signal_ends_the_command_cleanly(tmp_path):
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert (result.returncode, result.stderr.strip()) == (130, "interrupted")
+
+
+@pytest.mark.slow
+def test_demo_shows_its_commands(tmp_path, monkeypatch):
+    from palimpsa_surgery.recipes import demo
+
+    small = functools.partial(demo.DemoOptions, seq_len=64, batch_size=1, loss_tokens=128, new_tokens=4)
+    monkeypatch.setattr(demo, "DemoOptions", small)
+    monkeypatch.chdir(tmp_path)
+    text = invoke("demo", "--tokens", "256", "--steps", "1", "-q").stdout
+    for verb in ("measure", "plan", "convert", "finetune", "evaluate", "generate"):
+        assert f"  palimpsa {verb} " in text
+    assert "source" in text
+    assert (tmp_path / "palimpsa-demo" / "report.md").is_file()
+    assert "--force" in invoke("demo", "-q", code=2).stderr
 
 
 def test_inspect(work):
