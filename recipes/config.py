@@ -33,10 +33,17 @@ class DataRecipe(StrictPart):
     val: str | list[str] | None = None
     val_fraction: float = Field(0.02, ge=0, lt=1)
     chat: bool = False
+    tokenizer: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
     seq_len: int = Field(2048, ge=2)
     curriculum: list[Stage] = Field(default_factory=list)
     packing: Literal["documents", "stream"] = "documents"
     cache: str | None = None
+
+    @field_validator("max_tokens", mode="before")
+    @classmethod
+    def _counts_with_exponent(cls, value: Any) -> Any:
+        return _count(value)
 
     @model_validator(mode="after")
     def _stages_in_order(self) -> DataRecipe:
@@ -113,11 +120,7 @@ class Recipe(StrictModel):
     @field_validator("steps", "tokens", mode="before")
     @classmethod
     def _counts_with_exponent(cls, value: Any) -> Any:
-        """YAML 1.1 reads 1e9 as text, because it has no dot; a person means the number."""
-        if isinstance(value, str):
-            with contextlib.suppress(ValueError):
-                return float(value)
-        return value
+        return _count(value)
 
     @field_validator("betas")
     @classmethod
@@ -158,6 +161,14 @@ class Recipe(StrictModel):
         if isinstance(self.warmup, int) or self.warmup > 1:
             return int(self.warmup)
         return round(self.warmup * self.total_steps())
+
+
+def _count(value: Any) -> Any:
+    """YAML 1.1 reads 1e9 as text, because it has no dot; a person means the number."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return float(value)
+    return value
 
 
 def shipped_recipes() -> dict[str, Path]:

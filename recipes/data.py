@@ -51,6 +51,7 @@ def open_text(
     tokenizer: Any,
     *,
     chat: bool = False,
+    max_tokens: int | None = None,
     cache: str | Path | None = None,
 ) -> TokenStore:
     """Tokens of a text: from the cache when the same text met the same tokenizer before, else tokenised now.
@@ -61,19 +62,22 @@ def open_text(
         tokenizer: a transformers tokenizer.
         chat: each line of the jsonl files is a conversation (`messages`), rendered with the tokenizer's chat
             template; only the assistant's words are targets.
+        max_tokens: read no further than the document that reaches this many; of a text too long to tokenise whole.
         cache: folder of the cache; default `$PALIMPSA_CACHE`, then `$XDG_CACHE_HOME/palimpsa-surgery`.
 
     Raises:
         DataError: what cannot be read, or holds no text.
     """
     sources = [source] if isinstance(source, (str, Path)) else list(source)
-    asked = [FORMAT, [_content_key(one) for one in sources], tokenizer_key(tokenizer), chat]
+    asked = [FORMAT, [_content_key(one) for one in sources], tokenizer_key(tokenizer), chat, max_tokens]
     key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
     folder = cache_folder(cache) / "tokens" / key
     if not (folder / "meta.json").is_file():
         read = iter_conversations if chat else iter_documents
         records = (record for one in sources for record in read(one))
-        _tokenise(records, tokenizer, folder, chat=chat, name=", ".join(data_name(one) for one in sources))
+        _tokenise(
+            records, tokenizer, folder, chat=chat, limit=max_tokens, name=", ".join(data_name(one) for one in sources)
+        )
     return _open(folder, key)
 
 
@@ -119,29 +123,37 @@ def _dataset_revision(source: str) -> str:
         return ""
 
 
-def _tokenise(records: Iterable[Any], tokenizer: Any, folder: Path, *, chat: bool, name: str) -> None:
+def _tokenise(
+    records: Iterable[Any], tokenizer: Any, folder: Path, *, chat: bool, limit: int | None, name: str
+) -> None:
     """Writes `tokens.bin`, `offsets.npy`, `meta.json` (and `trained.bin`), a batch of documents in memory at a time."""
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32)
     lengths: list[int] = []
+    written = 0
     encode = _encode_chats if chat else _encode_texts
     with output_folder(folder, force=True) as target, (target / "tokens.bin").open("wb") as tokens:
         trained = (target / "trained.bin").open("wb") if chat else None
         try:
             for batch in _batches(progress(records, f"tokenising {name}")):
                 for ids, mask in encode(batch, tokenizer):
+                    if limit is not None and written >= limit:
+                        break
+                    written += len(ids)
                     tokens.write(np.asarray(ids, dtype).tobytes())
                     if trained is not None:
                         trained.write(np.asarray(mask, np.uint8).tobytes())
                     lengths.append(len(ids))
+                if limit is not None and written >= limit:
+                    break
         finally:
             if trained is not None:
                 trained.close()
-        if not sum(lengths):
+        if not written:
             raise DataError(f"{name}: holds no text; give files with at least one document")
         np.save(target / "offsets.npy", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
-        meta = {"format": FORMAT, "dtype": dtype.name, "tokens": sum(lengths), "documents": len(lengths), "chat": chat}
+        meta = {"format": FORMAT, "dtype": dtype.name, "tokens": written, "documents": len(lengths), "chat": chat}
         (target / "meta.json").write_text(dump_json(meta))
-    logger.info("%s: %d documents, %d tokens", name, len(lengths), sum(lengths))
+    logger.info("%s: %d documents, %d tokens", name, len(lengths), written)
 
 
 def _batches(records: Iterable[Any]) -> Iterator[list[Any]]:

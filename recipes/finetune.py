@@ -165,7 +165,7 @@ def prepare_run_folder(out: Path, recipe: Recipe, *, resume: bool, force: bool) 
 
 def assemble(accelerator: Any, checkpoint: Checkpoint, recipe: Recipe, out: Path) -> Training:
     """Model, text, optimiser and validation of a run, prepared for the processes that share it."""
-    tokenizer = load_tokenizer(checkpoint.path)
+    tokenizer = load_tokenizer(recipe.data.tokenizer or checkpoint.path)
     model = prepare_mode(load_model(checkpoint), checkpoint, recipe)
     stream, validation = open_streams(accelerator, recipe, tokenizer, model.config.vocab_size)
     loss = CausalLoss(model, recipe.loss, recipe.precision)
@@ -212,7 +212,7 @@ def open_streams(accelerator: Any, recipe: Recipe, tokenizer: Any, vocab_size: i
         )
     options = {"chat": data.chat, "cache": data.cache}
     with accelerator.local_main_process_first():
-        store = open_text(data.train, tokenizer, **options)
+        store = open_text(data.train, tokenizer, max_tokens=data.max_tokens, **options)
         held_out = open_text(data.val, tokenizer, **options) if data.val is not None else None
     for one in (store, held_out):
         if one is not None and int(one.tokens.max()) >= vocab_size:

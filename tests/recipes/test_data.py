@@ -75,6 +75,15 @@ def test_kinds_of_files_hold_the_same_text(text, tokenizer, tmp_path):
     assert (packed.tokens[:] == open_text(text, tokenizer, cache=tmp_path / "cache").tokens[:]).all()
 
 
+@pytest.mark.parametrize(("limit", "documents"), [(1, 1), (12, 2), (10_000, 5)])
+def test_reading_stops_at_the_document_that_reaches_the_limit(limit, documents, text, tokenizer, tmp_path):
+    whole = open_text(text, tokenizer, cache=tmp_path / "cache")
+    part = open_text(text, tokenizer, max_tokens=limit, cache=tmp_path / "cache")
+    assert part.documents == documents
+    assert (part.offsets == whole.offsets[: documents + 1]).all()
+    assert (part.tokens == whole.tokens[: len(part.tokens)]).all()
+
+
 def test_a_killed_tokenising_leaves_no_cache(text, tokenizer, tmp_path, monkeypatch):
     def stop(*args):
         raise KeyboardInterrupt
