@@ -1,0 +1,70 @@
+"""Loss curves of fine-tuning runs in one picture: training (smoothed), and validation with its errors.
+
+    python benchmarks/plot_runs.py RUN [RUN ...] -o curves.png
+
+A run is a folder with `metrics.jsonl`; its name is the legend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+_SMOOTH = 0.9
+
+
+def read_run(folder: Path) -> tuple[list[dict], list[dict]]:
+    """The training lines and the validation lines of a run."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [x for x in lines if x["kind"] == "train"], [x for x in lines if x["kind"] == "validation"]
+
+
+def smoothed(values: list[float]) -> list[float]:
+    """Exponential mean without the bias of its start."""
+    mean, weight, out = 0.0, 0.0, []
+    for value in values:
+        mean, weight = _SMOOTH * mean + (1 - _SMOOTH) * value, _SMOOTH * weight + (1 - _SMOOTH)
+        out.append(mean / weight)
+    return out
+
+
+def draw(runs: list[Path], output: Path, title: str) -> None:
+    """Two panels beside each other: training and validation."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for folder in runs:
+        training, validation = read_run(folder)
+        left.plot([x["step"] for x in training], smoothed([x["loss"] for x in training]), label=folder.name, lw=1.5)
+        right.errorbar(
+            [x["step"] for x in validation],
+            [x["loss"] for x in validation],
+            yerr=[x["stderr"] for x in validation],
+            marker="o",
+            ms=4,
+            capsize=2,
+            label=folder.name,
+        )
+    left.set(xlabel="step", ylabel="training loss, nats a token (smoothed)")
+    right.set(xlabel="step", ylabel="validation loss, nats a token")
+    right.legend(frameon=False)
+    figure.suptitle(title)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--title", default="")
+    options = parser.parse_args()
+    draw(options.runs, options.output, options.title)
+
+
+if __name__ == "__main__":
+    main()
