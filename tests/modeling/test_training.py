@@ -1,10 +1,12 @@
 """What trainers and collators do to a model."""
 
+import math
+
 import pytest
 import torch
 from palimpsa_surgery.base.errors import UsageError
 from palimpsa_surgery.modeling import metaplasticity_off
-from transformers import DataCollatorWithFlattening
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainingArguments
 
 
 def gradients(model, **inputs):
@@ -140,6 +142,33 @@ def test_lora_on_the_projections_of_both_kinds_of_layer(lively_model, ids, rel):
     assert sum("metaplasticity.modules_to_save" in name for name in found) == 2 * 4
     with torch.no_grad(), metaplasticity_off(model), metaplasticity_off(lively_model()) as source:
         assert rel(model(ids).logits, source(ids).logits) < 1e-6
+
+
+@pytest.mark.parametrize("collator", [None, DataCollatorWithFlattening()], ids=["padded", "flattened"])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_trainer_of_transformers(lively_model, ids, tmp_path, collator):
+    pytest.importorskip("accelerate")
+    rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in ids]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "run"),
+        max_steps=2,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        gradient_checkpointing=True,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    model = lively_model()
+    before = model.backbone.layers[0].mixer.metaplasticity.beta_scale.detach().clone()
+    trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, data_collator=collator)
+    trainer.train()
+    assert math.isfinite(trainer.evaluate()["eval_loss"])
+    assert not torch.equal(model.backbone.layers[0].mixer.metaplasticity.beta_scale, before)
+    trainer.save_model(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(again(ids).logits, model.eval()(ids).logits)
 
 
 @pytest.mark.parametrize("mode", ["plain", "padded"])
