@@ -51,3 +51,7 @@ class TrainingError(PalimpsaError):
 
 class EvaluationError(PalimpsaError):
     """A model cannot be evaluated: a loss that is not finite, a harness that is missing or stops."""
+
+
+class HubError(PalimpsaError):
+    """The Hub refuses, or cannot be reached."""

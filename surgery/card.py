@@ -8,6 +8,7 @@ from pathlib import Path
 
 import yaml
 
+from .card_evaluation import CardEvaluation
 from .plan import Plan
 from .profile import Profile
 
@@ -28,44 +29,72 @@ class CardFacts:
 
     Attributes:
         name: of the model: the folder's name, or the Hub id it is pushed to.
-        plan: the surgery.
+        plan: the surgery; None when the folder has none.
         profile: the source's figures, when it was measured.
         license: as in the source's card, None when it names none.
         base_model: a Hub id, None when the source is not on the Hub and names none.
         swapped: every Palimpsa-M layer, those of an earlier surgery included.
         dtype: of the stored weights.
         verification: lines of figures, such as `metaplasticity off: 2.1e-07`.
+        terms: `license_name` and `license_link` of the source's card, where its licence is `other`.
+        training: how it was fine-tuned, a line for each fact.
+        evaluation: figures of eval.json.
+        picture: whether `profile.png` is in the folder.
     """
 
     name: str
-    plan: Plan
+    plan: Plan | None
     swapped: tuple[int, ...]
     dtype: str
     profile: Profile | None = None
     license: str | None = None
     base_model: str | None = None
     verification: Mapping[str, str] = field(default_factory=dict)
+    terms: Mapping[str, str] = field(default_factory=dict)
+    training: tuple[str, ...] = ()
+    evaluation: CardEvaluation | None = None
+    picture: bool = True
 
 
 def render_card(facts: CardFacts) -> str:
     """The text of README.md, front matter included."""
-    parts = [_front_matter(facts), MARKER, "", f"# {facts.name}", "", _summary(facts), "", "## Swapped layers", ""]
-    parts += [_layer_table(facts), "", _start(facts), "", "## Verification", "", _verification(facts), ""]
-    parts += ["## Use", "", _usage(facts), "", "## Files", "", _files(facts), "", "## Licence", "", _license(facts), ""]
+    sections = {
+        "Swapped layers": _layers(facts),
+        "Verification": _verification(facts) if facts.plan else "",
+        "Training": "\n".join(f"- {line}" for line in facts.training),
+        "Evaluation": _evaluation(facts),
+        "Use": _usage(facts),
+        "Files": _files(facts),
+        "Licence": _license(facts),
+    }
+    parts = [_front_matter(facts), MARKER, "", f"# {facts.name}", "", _summary(facts), ""]
+    for title, text in sections.items():
+        parts += [f"## {title}", "", text, ""] if text else []
     return "\n".join(parts)
+
+
+def front_matter(values: Mapping[str, object]) -> str:
+    """The YAML block that opens a card."""
+    return f"---\n{yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True)}---"
 
 
 def _front_matter(facts: CardFacts) -> str:
     values: dict[str, object] = {}
     if facts.license:
-        values["license"] = facts.license
+        values |= {"license": facts.license, **facts.terms}
     if facts.base_model:
         values["base_model"] = facts.base_model
     values |= {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": TAGS}
-    return f"---\n{yaml.safe_dump(values, sort_keys=False)}---"
+    index = facts.evaluation.model_index(facts.name.split("/")[-1]) if facts.evaluation else []
+    return front_matter({**values, "model-index": index} if index else values)
 
 
 def _summary(facts: CardFacts) -> str:
+    if not facts.swapped:
+        source = f", fine-tuned from `{facts.base_model}`" if facts.base_model else ""
+        return f"A Mamba2 language model{source}, stored in the layout of `palimpsa_mamba2` with no layer swapped."
+    if facts.plan is None:
+        return f"A Mamba2 language model in which {len(facts.swapped)} layers are Palimpsa-M ([paper]({PAPER}))."
     source = facts.base_model or facts.plan.source
     layers = "layer was" if len(facts.swapped) == 1 else "layers were"
     return (
@@ -76,9 +105,18 @@ def _summary(facts: CardFacts) -> str:
     )
 
 
+def _layers(facts: CardFacts) -> str:
+    if not facts.swapped:
+        return ""
+    picture = ["", "![window and rate of every head of every layer](profile.png)"]
+    start = ["", _start(facts)] if facts.plan else []
+    return "\n".join([_layer_table(facts), *start, *(picture if facts.profile and facts.picture else [])])
+
+
 def _layer_table(facts: CardFacts) -> str:
-    if facts.profile is None:
-        return f"Layers {', '.join(str(layer) for layer in facts.swapped)}, listed by hand (rule: {facts.plan.rule})."
+    if facts.profile is None or facts.plan is None:
+        rule = f", listed by hand (rule: {facts.plan.rule})" if facts.plan else ""
+        return f"Layers {', '.join(str(layer) for layer in facts.swapped)}{rule}."
     rows = ["| layer | window (tokens) | rate (nats a token) | why |", "| --- | --- | --- | --- |"]
     for layer in facts.swapped:
         figures = facts.profile.layers[layer]
@@ -103,6 +141,13 @@ def _verification(facts: CardFacts) -> str:
     return "\n".join([head, "", "| | |", "| --- | --- |", *rows])
 
 
+def _evaluation(facts: CardFacts) -> str:
+    if facts.evaluation is None:
+        return ""
+    pictures = [f"![{suite}]({name})" for suite, name in facts.evaluation.pictures.items()]
+    return "\n".join([facts.evaluation.table(), *(["", *pictures] if pictures else [])])
+
+
 def _usage(facts: CardFacts) -> str:
     return (
         "```python\n"
@@ -119,17 +164,25 @@ def _usage(facts: CardFacts) -> str:
 
 
 def _files(facts: CardFacts) -> str:
+    profile = ", `profile.json` and `profile.png` hold the forget rates of the source" if facts.profile else ""
+    surgery = f"`plan.yaml` is the surgery as data, `surgery_report.json` accounts for every tensor{profile}. "
     return (
-        "`plan.yaml` is the surgery as data, `surgery_report.json` accounts for every tensor"
-        + (", `profile.json` and `profile.png` hold the forget rates of the source." if facts.profile else ".")
-        + f" Weights are stored in {facts.dtype}; `A_log`, `dt_bias`, `D`, `beta_scale` and `log_prior` in float32."
-    )
+        surgery if facts.plan else ""
+    ) + f"Weights are stored in {facts.dtype}; `A_log`, `dt_bias`, `D`, `beta_scale` and `log_prior` in float32."
 
 
 def _license(facts: CardFacts) -> str:
     if facts.license:
-        return f"`{facts.license}`, carried over from the source."
+        name = f" ({facts.terms['license_name']})" if "license_name" in facts.terms else ""
+        link = f" Its text: {facts.terms['license_link']}" if "license_link" in facts.terms else ""
+        return f"`{facts.license}`{name}, carried over from the source.{link}"
     return "The source's card names no licence; its terms apply."
+
+
+def license_terms(metadata: Mapping[str, object]) -> dict[str, str]:
+    """What a card's metadata says beside `license` when that is `other`."""
+    keys = ("license_name", "license_link")
+    return {key: value for key in keys if isinstance(value := metadata.get(key), str)}
 
 
 def is_own_card(text: str) -> bool:

@@ -22,13 +22,14 @@ from ..base.console import progress
 from ..base.errors import UsageError, VerificationError
 from ..base.files import output_folder, refuse_existing, write_json, write_text
 from ..base.schemas import write_model
-from .card import CardFacts, kept_readme, render_card
+from .card import CardFacts, kept_readme, license_terms, render_card
 from .forgetting import measure, static_forgetting
 from .initialization import STARTS, Start, StartContext
 from .keymap import METAPLASTIC_NAMES, expected_shapes
 from .plan import DEFAULT_LAYERS, SHARED_KEYS, Plan, make_plan, read_plan, write_plan
 from .profile import Profile, read_profile, write_profile
 from .report import ConversionReport, build_report, dtype_name
+from .sources import card_metadata
 from .verify import Verification, choose_mode
 from .verify import verify as verify_folder
 from .writer import StreamingSafetensorsWriter, TensorSpec
@@ -344,6 +345,7 @@ def _card(checkpoint: Checkpoint, name: str, plan: Plan, profile: Profile, repor
             license=checkpoint.license,
             base_model=checkpoint.base_model,
             verification=report.verification_lines(),
+            terms=license_terms(card_metadata(checkpoint.path)),
         )
     )
 

@@ -2,7 +2,8 @@
 
 import pytest
 import yaml
-from palimpsa_surgery.surgery.card import MARKER, CardFacts, is_own_card, kept_readme, render_card
+from palimpsa_surgery.surgery.card import MARKER, CardFacts, is_own_card, kept_readme, license_terms, render_card
+from palimpsa_surgery.surgery.card_adapter import render_adapter_card
 from palimpsa_surgery.surgery.plan import Plan
 from palimpsa_surgery.surgery.profile import LayerProfile, Profile
 
@@ -92,3 +93,36 @@ def test_a_card_with_the_marker_is_ours_and_one_without_is_kept(tmp_path):
     assert kept_readme(tmp_path) is None
     (tmp_path / "README.md").write_text(render_card(facts()).replace(MARKER, ""))
     assert "tiny-palimpsa" in kept_readme(tmp_path)
+
+
+def test_another_licence_keeps_its_name_and_link():
+    card = render_card(facts(license="other", terms={"license_name": "odd", "license_link": "https://example.org/odd"}))
+    assert front_matter(card)["license_link"] == "https://example.org/odd"
+    assert "`other` (odd), carried over from the source. Its text: https://example.org/odd" in card
+    assert license_terms({"license": "other", "license_name": "odd", "license_link": None}) == {"license_name": "odd"}
+
+
+@pytest.mark.parametrize(
+    ("over", "present", "absent"),
+    [
+        ({}, "(profile.png)", "## Training"),
+        ({"picture": False}, "| 0 | 12.5 |", "(profile.png)"),
+        ({"training": ("40 steps",)}, "## Training\n\n- 40 steps", "## Evaluation"),
+        ({"plan": None}, "in which 3 layers are Palimpsa-M", "## Verification"),
+        ({"plan": None, "swapped": ()}, "no layer swapped", "## Swapped layers"),
+        ({"plan": None, "swapped": (), "base_model": "bob/base"}, "fine-tuned from `bob/base`", "plan.yaml"),
+    ],
+)
+def test_sections_follow_the_facts(over, present, absent):
+    card = render_card(facts(**over))
+    assert present in card
+    assert absent not in card
+
+
+def test_an_adapter_without_new_parameters_says_nothing_of_them():
+    config = {"r": 1, "lora_alpha": 2, "target_modules": ["in_proj"]}
+    text = render_adapter_card("alice/a", "alice/m", [], config, {"license": "mit"}, (), None)
+    assert "stored whole" not in text
+    assert "## Training" not in text
+    assert front_matter(text)["license"] == "mit"
+    assert 'PeftModel.from_pretrained(base, "alice/a")' in text

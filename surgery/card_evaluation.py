@@ -1,0 +1,140 @@
+"""The evaluation part of a model card: the table of eval.json for people, and the same as `model-index` metadata.
+
+eval.json is written by a later stage, so it is read here as plain JSON: only what a card shows is looked at.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..base.errors import SchemaError
+from ..base.files import load_json
+
+EVAL_FILE = "eval.json"
+_TASK = {"type": "text-generation", "name": "Text generation"}
+_HARNESS = "lm_eval"
+
+
+@dataclass(frozen=True)
+class CardEvaluation:
+    """What a card shows of an evaluation.
+
+    Attributes:
+        fingerprint: of the model that was evaluated.
+        against: name of the model it is compared with.
+        data: name of the text.
+        device: what it ran on.
+        rows: suite, measured, place, unit, and the figures of the model, the other one, and their difference.
+        pictures: names of the pictures beside the file, by suite.
+        metrics: entries of `model-index`: data set, metric, its place, value.
+    """
+
+    fingerprint: str
+    against: str | None
+    data: str
+    device: str
+    rows: tuple[tuple[str, ...], ...]
+    pictures: dict[str, str]
+    metrics: tuple[tuple[str, str, str, float], ...]
+
+    def table(self) -> str:
+        """The rows as a Markdown table, with what they are."""
+        headers = ["suite", "measured", "at", "unit", "this model"]
+        headers += [] if self.against is None else [f"`{self.against}`", "difference"]
+        lines = ["| " + " | ".join(headers) + " |", "| --- " * len(headers) + "|"]
+        lines += ["| " + " | ".join(row[: len(headers)]) + " |" for row in self.rows]
+        lines += ["", f"On {self.data} ({self.device}); ± is the bootstrap standard error."]
+        if self.against is not None:
+            lines[-1] += " Differences are this model minus the other, on the same text."
+        return "\n".join(lines)
+
+    def model_index(self, name: str) -> list[dict[str, Any]]:
+        """`model-index` of the card's metadata; [] when there is no figure for it."""
+        results: dict[str, list[dict[str, Any]]] = {}
+        for data, metric, place, value in self.metrics:
+            label = f"{metric} ({place})" if place else metric
+            results.setdefault(data, []).append({"type": _slug(metric), "value": value, "name": label})
+        entries = [
+            {"task": dict(_TASK), "dataset": {"type": _slug(data), "name": data}, "metrics": metrics}
+            for data, metrics in results.items()
+        ]
+        return [{"name": name, "results": entries}] if entries else []
+
+
+def read_evaluation(path: str | Path) -> CardEvaluation:
+    """Reads eval.json for a card.
+
+    Raises:
+        SchemaError: the file is not one that `palimpsa evaluate` wrote.
+    """
+    path = Path(path)
+    content = load_json(path)
+    try:
+        against = content.get("against")
+        return CardEvaluation(
+            fingerprint=content["model"]["fingerprint"],
+            against=None if against is None else str(against["name"]),
+            data=str(content["data"]["name"]),
+            device=str(content["device"]),
+            rows=tuple(_table_row(suite, row) for suite, row in _rows(content)),
+            pictures=_pictures(content),
+            metrics=tuple(_metrics(content)),
+        )
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise SchemaError(f"{path}: is no report of `palimpsa evaluate` ({error!r}); write it again") from error
+
+
+def _rows(content: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for suite, part in content["suites"].items():
+        for row in part["rows"]:
+            if not row.get("detail"):
+                yield suite, row
+
+
+def _table_row(suite: str, row: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        suite,
+        row["name"],
+        _place(row),
+        row["unit"],
+        _figure(row.get("model")),
+        _figure(row.get("against")),
+        _figure(row.get("difference"), sign=True),
+    )
+
+
+def _figure(figure: dict[str, Any] | None, *, sign: bool = False) -> str:
+    if figure is None:
+        return ""
+    value, error = float(figure["value"]), figure.get("error")
+    text = f"{value:+.4g}" if sign else f"{value:.5g}"
+    return text if error is None else f"{text} ± {float(error):.2g}"
+
+
+def _place(row: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value:,}" for key, value in (row.get("at") or {}).items())
+
+
+def _metrics(content: dict[str, Any]) -> Iterator[tuple[str, str, str, float]]:
+    """Figures where one direction is better. A harness task is its own data set; speed is not a quality."""
+    for suite, row in _rows(content):
+        if row.get("model") is None or row.get("better") is None or suite == "speed":
+            continue
+        data, metric = str(content["data"]["name"]), row["name"]
+        if suite == _HARNESS:
+            data, _, metric = metric.partition(" ")
+        yield data, metric, _place(row), float(row["model"]["value"])
+
+
+def _pictures(content: dict[str, Any]) -> dict[str, str]:
+    found = {suite: part.get("plot") for suite, part in content["suites"].items()}
+    return {suite: Path(name).name for suite, name in found.items() if name}
+
+
+def _slug(text: str) -> str:
+    """A name as metadata types have it: `embedded:sqlite-docs` becomes `sqlite-docs`, spaces become underscores."""
+    return re.sub(r"[^\w.\-/]+", "_", text.removeprefix("embedded:")).strip("_") or "text"
