@@ -11,16 +11,26 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "convert": "surgery.convert",
+    "diagnose": "surgery.doctor",
     "evaluate": "recipes.evaluation",
+    "export_mamba_ssm": "surgery.export",
     "finetune": "recipes.finetune",
+    "generate": "recipes.generation",
     "inspect_checkpoint": "surgery.inspection",
     "load_model": "surgery.loading",
     "make_plan": "surgery.plan",
     "measure": "surgery.forgetting",
+    "merge": "recipes.adapters",
     "metaplastic_scan": "kernels.api",
     "metaplastic_step": "kernels.api",
     "metaplasticity_off": "modeling.metaplasticity",
     "open_checkpoint": "surgery.checkpoint",
+    "push": "surgery.hub",
+    "push_to_folder": "surgery.hub",
+    "read_plan": "surgery.plan",
+    "read_profile": "surgery.profile",
+    "write_plan": "surgery.plan",
+    "write_profile": "surgery.profile",
 }
 
 __all__ = ["__version__", *_HOMES]
