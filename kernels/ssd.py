@@ -10,7 +10,16 @@ from torch.autograd.function import once_differentiable
 from ..base.errors import KernelUnavailableError, UsageError
 from .api import check_cu_seqlens, eager, require_kernels
 from .reference import compute_dtype
-from .torch_blocks import BlockPlan, before_here, block_decays, crossing, from_here_on, make_plan, row_lengths
+from .torch_blocks import (
+    BlockPlan,
+    before_here,
+    block_decays,
+    crossing,
+    from_here_on,
+    make_plan,
+    needs_backward,
+    row_lengths,
+)
 
 DEFAULT_CHUNK = 64
 _MAMBA_SSM_CHUNK = 256
@@ -210,7 +219,8 @@ def linear_scan(q, k, v, log_decay, initial_state=None, cu_seqlens=None, chunk_s
     """
     lengths = row_lengths(v.shape[0], v.shape[1], cu_seqlens)
     plan = make_plan(lengths, min(chunk_size or DEFAULT_CHUNK, max(lengths)), len(lengths), v.device)
-    return _LinearScan.apply(q, k, v, log_decay, initial_state, plan, compute_dtype(q, k, v))
+    keep = needs_backward(q, k, v, log_decay, initial_state)
+    return _LinearScan.apply(q, k, v, log_decay, initial_state, plan, compute_dtype(q, k, v), keep)
 
 
 class _Step(NamedTuple):
@@ -248,11 +258,11 @@ def by_group(x: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
 
 class _LinearScan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, log_decay, initial, plan: BlockPlan, dtype: torch.dtype):
+    def forward(ctx, q, k, v, log_decay, initial, plan: BlockPlan, dtype: torch.dtype, keep: bool):
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.dtype = plan, dtype
         with torch.autocast(v.device.type, enabled=False):
-            out, state, saved = _linear_forward(q, k, v, log_decay, initial, plan, dtype)
+            out, state, saved = _linear_forward(q, k, v, log_decay, initial, plan, dtype, keep)
         ctx.save_for_backward(q, k, v, log_decay, initial, saved)
         return out, state
 
@@ -261,7 +271,7 @@ class _LinearScan(torch.autograd.Function):
     def backward(ctx, d_out, d_state):
         saved = ctx.saved_tensors  # once: activation checkpointing lets no tensor be unpacked twice
         with torch.autocast(saved[0].device.type, enabled=False):
-            return *_linear_backward(*saved, d_out, d_state, ctx.plan, ctx.dtype), None, None
+            return *_linear_backward(*saved, d_out, d_state, ctx.plan, ctx.dtype), None, None, None
 
 
 def _sorted_rows(x: Tensor | None, plan: BlockPlan, v: Tensor, k: Tensor, dtype) -> Tensor:
@@ -271,17 +281,18 @@ def _sorted_rows(x: Tensor | None, plan: BlockPlan, v: Tensor, k: Tensor, dtype)
     return x.unflatten(1, (k.shape[2], -1))
 
 
-def _linear_forward(q, k, v, log_decay, initial, plan, dtype):
+def _linear_forward(q, k, v, log_decay, initial, plan, dtype, keep):
     M = _sorted_rows(initial, plan, v, k, dtype)
     take = _steps(plan, dtype, q, k, v, log_decay)
     steps = plan.tiles[0].steps
     blocks = steps[-1][0] + steps[-1][1]
     out = v.new_empty(blocks, plan.size, *v.shape[2:], dtype=dtype)
-    saved = M.new_empty(blocks - steps[0][1], *M.shape[1:])  # the first block starts from the initial state
+    kept = blocks - steps[0][1] if keep else 0  # the first block starts from the initial state
+    saved = M.new_empty(kept, *M.shape[1:])
     for i, step in enumerate(steps):
         offset, n = step
         x, m = take(step), M[:n]
-        if i:
+        if i and keep:
             saved[offset - steps[0][1] : offset - steps[0][1] + n] = m
         scores = torch.matmul(x.q, x.k.transpose(2, 3)).unsqueeze(2)  # [n, G, 1, S, S]
         o = torch.matmul(scores * x.L, x.v)

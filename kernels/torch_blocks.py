@@ -6,6 +6,7 @@ every row that is long enough, then block i + 1. A loop over i thus handles many
 document's blocks are aligned with its start, and nothing of one document can leak into the next.
 """
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .api import check_cu_seqlens
+
+NEVER = sys.maxsize  # blocks between kept states when none is to be kept
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,11 @@ class BlockPlan:
     def from_blocks(self, x: Tensor) -> Tensor:
         """[blocks, S, ...] -> [tokens, ...]."""
         return x.reshape(-1, *x.shape[2:]).index_select(0, self.scatter)
+
+
+def needs_backward(*tensors: Tensor | None) -> bool:
+    """Whether a backward pass may follow: without one no state needs to be kept."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def row_lengths(batch: int, length: int, cu_seqlens: Tensor | None) -> list[int]:

@@ -126,6 +126,23 @@ def test_half_precision_in_fp32_inside(relative):
     assert relative(y, want) < 3e-3  # the rounding of y to bf16
 
 
+def test_states_are_kept_only_for_a_backward_pass(monkeypatch):
+    kept = []
+    real = ssd._linear_forward
+
+    def watched(*args):
+        out = real(*args)
+        kept.append(out[2].shape[0])
+        return out
+
+    monkeypatch.setattr(ssd, "_linear_forward", watched)
+    x = {n: t.requires_grad_() for n, t in inputs(200).items()}
+    chunked(**x)
+    with torch.no_grad():
+        chunked(**x)
+    assert kept == [2 * 3, 0]  # two rows of four blocks, the first of which start from the initial state
+
+
 def test_saved_for_backward_is_the_inputs_and_the_states_at_chunk_borders():
     def kept(T):
         x = {n: t.float().requires_grad_() for n, t in inputs(T, batch=1, H=2, P=8, N=16, G=1).items()}

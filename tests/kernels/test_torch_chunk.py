@@ -181,7 +181,7 @@ def test_chunk_size_changes_nothing(problem, relative, results, chunk_size):
     compare(relative, results(p, "torch", chunk_size=chunk_size), results(p, "reference"), FP64, FP64)
 
 
-def saved_elements(T, requires_grad=True, **sizes):
+def saved_elements(T, **sizes):
     """Elements kept for backward beyond the inputs, counted as autograd stores them."""
     H, P, N = 2, 16, 32
     r = torch.Generator().manual_seed(0)
@@ -189,7 +189,7 @@ def saved_elements(T, requires_grad=True, **sizes):
     v, beta = torch.randn(1, T, H, P, generator=r), torch.rand(1, T, H, P, generator=r)
     x = [q, k, v, beta, -torch.rand(1, T, H, generator=r), torch.ones(H)]
     for t in x:
-        t.requires_grad_(requires_grad)
+        t.requires_grad_()
     kept, inputs = [], {t.data_ptr() for t in x}
 
     def pack(t):
@@ -209,10 +209,6 @@ def test_memory_for_backward_is_the_states_at_chunk_borders():
     assert saved_elements(1024, chunk_size=512)[0] == 2 * saved_elements(1024, chunk_size=512)[1]
 
 
-def test_without_gradients_nothing_is_kept():
-    assert saved_elements(512, requires_grad=False, chunk_size=64)[0] == 0
-
-
 class LargestTensor(TorchDispatchMode):
     """Records the elements of the largest tensor that any operation makes."""
 
@@ -229,17 +225,22 @@ class LargestTensor(TorchDispatchMode):
 def test_no_temporary_grows_with_the_sequence_times_the_state(g):
     """Forward and backward: the largest tensor is one block's importance, however long the sequence."""
 
-    def largest(T):
+    def largest(T, train=True, chunk_size=64):
         r = torch.Generator().manual_seed(0)
         q, k = (torch.randn(1, T, 1, 64, generator=r) for _ in "qk")
         v, beta = torch.randn(1, T, 1, 32, generator=r), torch.rand(1, T, 1, g, generator=r)
         x = [t.requires_grad_() for t in (q, k, v, beta, -torch.rand(1, T, 1, generator=r), torch.ones(1))]
-        with LargestTensor() as seen:
-            metaplastic_scan(*x, backend="torch", chunk_size=64).output.sum().backward()
+        with LargestTensor() as seen, torch.set_grad_enabled(train):
+            output = metaplastic_scan(*x, backend="torch", chunk_size=chunk_size).output
+            if train:
+                output.sum().backward()
         return seen.largest
 
     assert largest(512) == max(largest(128), 512 * 64)
     assert largest(512) <= 32 * 16 * 64
+    if g == 32:
+        assert largest(512, chunk_size=16) == 31 * 32 * 64  # the states at 31 borders
+        assert largest(512, train=False, chunk_size=16) == 32 * 16 * 64  # which only a backward pass needs
 
 
 def test_many_short_documents_are_walked_together(problem):
