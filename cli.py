@@ -431,14 +431,15 @@ def merge(
 def export(
     model: Model,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+    layout: Annotated[str, typer.Option(help="mamba_ssm, or palimpsa_mamba2.")] = "mamba_ssm",
     off: Annotated[bool, typer.Option("--off", help="Leave the importance of swapped layers out.")] = False,
     revision: Revision = None,
     force: Force = False,
 ) -> None:
-    """Write a model in mamba_ssm's own layout."""
-    from .surgery.export import export_mamba_ssm
+    """Write a model as it is in another layout."""
+    from .surgery.export import export as run
 
-    print(f"wrote {export_mamba_ssm(model, out, off=off, force=force, revision=revision)}")
+    print(f"wrote {run(model, out, layout=layout, off=off, force=force, revision=revision)}")
 
 
 @verb

@@ -1,8 +1,9 @@
-"""A model back in mamba_ssm's layout, `config.json` with `ssm_cfg` and one `pytorch_model.bin`."""
+"""A model as it is in another layout: mamba_ssm's (`config.json` with `ssm_cfg`, one `pytorch_model.bin`), or ours."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,14 @@ from torch import Tensor
 
 from ..base.console import progress
 from ..base.errors import CheckpointError, UsageError, VerificationError
-from ..base.files import output_folder, refuse_existing, write_json
+from ..base.files import output_folder, refuse_existing, write_json, write_text
+from .card import CardFacts, license_terms, render_card
 from .checkpoint import Checkpoint, open_checkpoint
-from .convert import copy_without_paths
-from .keymap import EMBEDDING, HEAD, expected_shapes
+from .convert import FP32_NAMES, copy_without_paths, output_specs, write_surroundings
+from .keymap import EMBEDDING, HEAD
+from .report import dtype_name
+from .sources import card_metadata
+from .writer import TensorSpec, write_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -23,22 +28,24 @@ _NORM_EPSILON = 1e-5
 _LARGEST = torch.finfo(torch.float32).max
 
 
-def export_mamba_ssm(
+def export(
     src: str | Path | Checkpoint,
     out: str | Path,
     *,
+    layout: str = "mamba_ssm",
     off: bool = False,
     force: bool = False,
     revision: str | None = None,
     token: str | None = None,
 ) -> Path:
-    """Writes a plain Mamba2, or a converted model without its importance, as mamba_ssm would have saved it.
+    """Writes a model, of any layout, in the one asked for. No layer is swapped.
 
-    mamba_ssm reads one `.bin` file, so the whole model is in memory while it is written.
+    mamba_ssm reads one `.bin` file, so for it the whole model is in memory while it is written.
 
     Args:
-        src: folder, Hub id, or an open checkpoint, of any layout.
+        src: folder, Hub id, or an open checkpoint.
         out: the folder to make.
+        layout: `mamba_ssm`, or `palimpsa_mamba2`, which transformers loads and `push` takes.
         off: leave the importance of swapped layers out. What remains is their Mamba2 part with the weights as they are
             now; it equals the model with metaplasticity off, not the model.
         force: replace `out` when it exists.
@@ -49,31 +56,66 @@ def export_mamba_ssm(
         `out`.
 
     Raises:
-        UsageError: layers are swapped and `off` was not given.
+        UsageError: no such layout, or layers are swapped, mamba_ssm's is asked for and `off` was not given.
         CheckpointError: the model has what mamba_ssm's layout cannot say.
         VerificationError: what was written does not read back as the same tensors; nothing is kept.
     """
+    if layout not in WRITERS:
+        raise UsageError(f"--layout {layout}: there is no such layout to write; choose one of {', '.join(WRITERS)}")
     refuse_existing(out, force=force)
     checkpoint = src if isinstance(src, Checkpoint) else open_checkpoint(src, revision=revision, token=token)
     swapped = checkpoint.palimpsa_layers
-    if swapped and not off:
+    if swapped and layout == "mamba_ssm" and not off:
         raise UsageError(
             f"{checkpoint.source_id}: layers {', '.join(map(str, swapped))} are Palimpsa-M, for which mamba_ssm's "
             "layout has no place; give --off to leave their importance out, which is another function"
         )
-    content = mamba_ssm_config(checkpoint)
-    names = list(expected_shapes({**checkpoint.config, "palimpsa_layers": []}))
+    config = {**checkpoint.config, **({"palimpsa_layers": []} if off else {})}
+    specs = _specs(checkpoint, config)
     with output_folder(out, force=force) as folder:
-        write_json(folder / "config.json", content)
-        torch.save(_state_dict(checkpoint, names), folder / WEIGHTS_FILE)
-        for path in checkpoint.tokenizer_files:
-            copy_without_paths(path, folder / path.name)
-        if checkpoint.generation_config is not None:
-            write_json(folder / "generation_config.json", checkpoint.generation_config)
-        _check(checkpoint, folder, names)
-    left_out = f", {len(checkpoint.tensors) - len(names)} tensors of the importance left out" if swapped else ""
-    logger.info("wrote %s: %d tensors in mamba_ssm's layout%s", Path(out).name, len(names), left_out)
+        WRITERS[layout](checkpoint, folder, config, specs, Path(out).resolve().name)
+        _check(checkpoint, folder, specs)
+    left_out = f", {len(checkpoint.tensors) - len(specs)} tensors of the importance left out" if swapped and off else ""
+    logger.info("wrote %s: %d tensors in the layout %s%s", Path(out).name, len(specs), layout, left_out)
     return Path(out)
+
+
+def _specs(checkpoint: Checkpoint, config: dict[str, Any]) -> list[TensorSpec]:
+    """Every tensor in the dtype it is stored in, but for those that are fp32 in a folder of ours."""
+    specs = output_specs(config, torch.float32)
+    stored = {name: entry.dtype for name, entry in checkpoint.tensors.items()}
+    return [s if s.name.endswith(FP32_NAMES) else s._replace(dtype=stored[s.name]) for s in specs]
+
+
+def _write_mamba_ssm(
+    checkpoint: Checkpoint, folder: Path, config: dict[str, Any], specs: list[TensorSpec], name: str
+) -> None:
+    write_json(folder / "config.json", mamba_ssm_config(checkpoint))
+    torch.save(_state_dict(checkpoint, [spec.name for spec in specs]), folder / WEIGHTS_FILE)
+    for path in checkpoint.tokenizer_files:
+        copy_without_paths(path, folder / path.name)
+    if checkpoint.generation_config is not None:
+        write_json(folder / "generation_config.json", checkpoint.generation_config)
+
+
+def _write_palimpsa(
+    checkpoint: Checkpoint, folder: Path, config: dict[str, Any], specs: list[TensorSpec], name: str
+) -> None:
+    write_tensors(folder, specs, checkpoint.load)
+    write_surroundings(checkpoint, folder, config, checkpoint.dtype)
+    facts = CardFacts(
+        name=name,
+        plan=None,
+        swapped=tuple(config["palimpsa_layers"]),
+        dtype=dtype_name(checkpoint.dtype),
+        license=checkpoint.license,
+        base_model=checkpoint.base_model,
+        terms=license_terms(card_metadata(checkpoint.path)),
+    )
+    write_text(folder / "README.md", render_card(facts))
+
+
+WRITERS: dict[str, Callable[..., None]] = {"mamba_ssm": _write_mamba_ssm, "palimpsa_mamba2": _write_palimpsa}
 
 
 def mamba_ssm_config(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -131,10 +173,11 @@ def _their_name(name: str) -> str:
     return "backbone.embedding.weight" if name == EMBEDDING else name
 
 
-def _check(checkpoint: Checkpoint, folder: Path, names: list[str]) -> None:
+def _check(checkpoint: Checkpoint, folder: Path, specs: list[TensorSpec]) -> None:
+    """Every tensor as it was, but for the few that are kept in fp32 whatever the rest is in."""
     written = open_checkpoint(folder)
-    same = list(written.tensors) == names and all(
-        torch.equal(written.load(name), checkpoint.load(name)) for name in names
+    same = list(written.tensors) == [spec.name for spec in specs] and all(
+        torch.equal(written.load(spec.name).double(), checkpoint.load(spec.name).double()) for spec in specs
     )
     if not same:
         raise VerificationError(

@@ -2,14 +2,15 @@
 
 import json
 
+import metamamba2
 import pico
 import pytest
 import torch
 from palimpsa_surgery.base.errors import CheckpointError, OutputExistsError, UsageError, VerificationError
 from palimpsa_surgery.modeling import metaplasticity_off
-from palimpsa_surgery.surgery import export
+from palimpsa_surgery.surgery import export as module
 from palimpsa_surgery.surgery.checkpoint import open_checkpoint
-from palimpsa_surgery.surgery.export import export_mamba_ssm
+from palimpsa_surgery.surgery.export import export
 from palimpsa_surgery.surgery.loading import load_model
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5]])
@@ -45,7 +46,7 @@ def logits(folder, off=False):
 )
 def test_a_plain_model_opens_again_with_equal_logits(tmp_path, sizes):
     pico.write_hf(tmp_path / "plain", **sizes)
-    out = export_mamba_ssm(tmp_path / "plain", tmp_path / "out")
+    out = export(tmp_path / "plain", tmp_path / "out")
     found, source = open_checkpoint(out), open_checkpoint(tmp_path / "plain")
     assert found.layout == "mamba_ssm"
     assert {n: (e.shape, e.dtype) for n, e in found.tensors.items()} == {
@@ -56,7 +57,7 @@ def test_a_plain_model_opens_again_with_equal_logits(tmp_path, sizes):
 
 def test_the_files_are_those_that_mamba_ssm_reads(tmp_path):
     pico.write_hf(tmp_path / "plain")
-    out = export_mamba_ssm(tmp_path / "plain", tmp_path / "out")
+    out = export(tmp_path / "plain", tmp_path / "out")
     assert set(json.loads((out / "config.json").read_text())) == FIELDS
     state = torch.load(out / "pytorch_model.bin", weights_only=True)
     assert state["lm_head.weight"].data_ptr() == state["backbone.embedding.weight"].data_ptr()
@@ -66,22 +67,24 @@ def test_the_files_are_those_that_mamba_ssm_reads(tmp_path):
 
 def test_round_trip_through_mamba_ssm_and_back(tmp_path):
     pico.write_mamba_ssm(tmp_path / "source", groups=2)
-    out = export_mamba_ssm(tmp_path / "source", tmp_path / "out")
+    out = export(tmp_path / "source", tmp_path / "out")
     assert torch.equal(logits(out), logits(tmp_path / "source"))
 
 
 def test_a_swapped_model_is_refused_without_off(tmp_path):
     pico.write_hf(tmp_path / "converted", swapped=(0, 2))
     with pytest.raises(UsageError, match=r"converted: layers 0, 2 are Palimpsa-M.*--off"):
-        export_mamba_ssm(tmp_path / "converted", tmp_path / "out")
+        export(tmp_path / "converted", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_switched_off_it_is_the_model_with_metaplasticity_off(tmp_path):
     pico.write_hf(tmp_path / "converted", swapped=(0, 2), dtype=torch.float32)
-    out = export_mamba_ssm(tmp_path / "converted", tmp_path / "out", off=True)
+    out = export(tmp_path / "converted", tmp_path / "out", off=True)
     assert open_checkpoint(out).palimpsa_layers == ()
     expected = logits(tmp_path / "converted", off=True)
+    ours = export(tmp_path / "converted", tmp_path / "ours", off=True, layout="palimpsa_mamba2")
+    assert torch.equal(logits(ours), logits(out))
     assert (logits(out) - expected).norm() <= 1e-6 * expected.norm()  # fp32, another code path
     assert (logits(tmp_path / "converted") - expected).norm() > 1e-3 * expected.norm()
 
@@ -91,7 +94,7 @@ def test_switched_off_it_is_the_model_with_metaplasticity_off(tmp_path):
 )
 def test_the_limit_of_the_step_size_comes_along(tmp_path, given, read):
     pico.write_hf(tmp_path / "plain", config={"time_step_limit": given})
-    out = export_mamba_ssm(tmp_path / "plain", tmp_path / "out")
+    out = export(tmp_path / "plain", tmp_path / "out")
     assert open_checkpoint(out).config["time_step_limit"] == read
     assert torch.equal(logits(out), logits(tmp_path / "plain"))
 
@@ -99,27 +102,56 @@ def test_the_limit_of_the_step_size_comes_along(tmp_path, given, read):
 def test_another_epsilon_is_refused(tmp_path):
     pico.write_hf(tmp_path / "plain", config={"layer_norm_epsilon": 1e-6})
     with pytest.raises(CheckpointError, match="layer_norm_epsilon 1e-06"):
-        export_mamba_ssm(tmp_path / "plain", tmp_path / "out")
+        export(tmp_path / "plain", tmp_path / "out")
 
 
 def test_an_output_that_exists_needs_force(tmp_path):
     pico.write_hf(tmp_path / "plain")
-    export_mamba_ssm(tmp_path / "plain", tmp_path / "out")
+    export(tmp_path / "plain", tmp_path / "out")
     with pytest.raises(OutputExistsError, match="--force"):
-        export_mamba_ssm(tmp_path / "plain", tmp_path / "out")
-    export_mamba_ssm(tmp_path / "plain", tmp_path / "out", force=True)
+        export(tmp_path / "plain", tmp_path / "out")
+    export(tmp_path / "plain", tmp_path / "out", force=True)
 
 
 def test_weights_that_do_not_read_back_leave_nothing(tmp_path, monkeypatch):
     pico.write_hf(tmp_path / "plain")
-    original = export._state_dict
+    original = module._state_dict
 
     def broken(checkpoint, names):
         state = original(checkpoint, names)
         state["backbone.norm_f.weight"] = state["backbone.norm_f.weight"] + 1
         return state
 
-    monkeypatch.setattr(export, "_state_dict", broken)
+    monkeypatch.setattr(module, "_state_dict", broken)
     with pytest.raises(VerificationError, match="does not read back"):
-        export_mamba_ssm(tmp_path / "plain", tmp_path / "out")
+        export(tmp_path / "plain", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["plain"]
+
+
+def test_the_authors_model_becomes_a_folder_of_ours(tmp_path):
+    source = tmp_path / "theirs"
+    metamamba2.write(source, sizes={"dtype": torch.bfloat16})
+    (source / "README.md").write_text("---\nlicense: other\nlicense_name: odd\nbase_model: bob/base\n---\n")
+    out = export(source, tmp_path / "out", layout="palimpsa_mamba2")
+    found = open_checkpoint(out)
+    assert (found.layout, found.palimpsa_layers) == ("palimpsa_mamba2", (0, 1, 2))
+    assert found.config["beta_scale_form"] == "softplus"
+    assert torch.equal(logits(out), logits(source))
+    assert (found.license, found.base_model) == ("other", "bob/base")
+    assert "license_name: odd" in (out / "README.md").read_text()
+    assert (out / "modeling_palimpsa_mamba2.py").is_file()
+
+
+def test_an_unknown_layout_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="--layout gguf: there is no such layout to write; choose one of mamba_ssm, "):
+        export(tmp_path, tmp_path / "out", layout="gguf")
+
+
+def test_a_source_in_two_dtypes_is_not_rounded(tmp_path):
+    def edit(tensors):
+        return {name: t.float() * 1.001 if "norm" in name else t for name, t in tensors.items()}
+
+    pico.write_hf(tmp_path / "plain", edit=edit)
+    out = export(tmp_path / "plain", tmp_path / "out", layout="palimpsa_mamba2")
+    norm = "backbone.norm_f.weight"
+    assert torch.equal(open_checkpoint(out).load(norm), open_checkpoint(tmp_path / "plain").load(norm))
