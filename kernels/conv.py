@@ -51,8 +51,25 @@ def why_conv_unavailable(name: str, device: torch.device) -> str | None:
         return f"it cannot be imported ({type(error).__name__}: {error})"
 
 
-def resolve_conv_backend(name: str, device: torch.device | str, dtype: torch.dtype = torch.float32) -> str:
-    """The backend that the convolution will run on.
+def _refusal(name: str, dtype: torch.dtype, channels: int | None, width: int | None) -> str | None:
+    """Why backend `name` cannot run this problem wherever it is."""
+    if dtype == torch.float64:
+        return "it has no fp64"
+    if name == "causal_conv1d" and (channels or 8) % 8:
+        return f"it needs a multiple of 8 channels, not {channels}"
+    if name == "causal_conv1d" and not 2 <= (width or 4) <= 4:
+        return f"it needs a width of 2 to 4, not {width}"
+    return None
+
+
+def resolve_conv_backend(
+    name: str,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+    channels: int | None = None,
+    width: int | None = None,
+) -> str:
+    """The backend that the convolution will run on; what is not known of the problem is taken to suit.
 
     Raises:
         UsageError: unknown name.
@@ -67,8 +84,7 @@ def resolve_conv_backend(name: str, device: torch.device | str, dtype: torch.dty
             return candidate
         if candidate == "torch":
             break
-        no_fp64 = "it has no fp64" if dtype == torch.float64 else None
-        reason = no_fp64 or why_conv_unavailable(candidate, device)
+        reason = _refusal(candidate, dtype, channels, width) or why_conv_unavailable(candidate, device)
         if reason is None:
             return candidate
         reasons.append(f"{candidate}: {reason}")
@@ -118,7 +134,7 @@ def causal_conv(
         initial_state = x.new_zeros(rows, channels, past)
     elif initial_state.shape != (rows, channels, past):
         raise UsageError(f"initial_state has shape {list(initial_state.shape)}; expected {[rows, channels, past]}.")
-    name = resolve_conv_backend(backend, x.device, x.dtype)
+    name = resolve_conv_backend(backend, x.device, x.dtype, channels, past + 1)
     run = {"torch": _torch_conv, "causal_conv1d": _package_conv}.get(name) or sibling(_BACKENDS[name]).conv
     if cu_seqlens is None:
         y = run(x, weight, bias, activation, initial_state.to(x.dtype))
@@ -192,7 +208,7 @@ def _torch_conv(x, weight, bias, activation, history):
 def _package_conv(x, weight, bias, activation, history):
     # The package wants channels last in memory for x and the state alike.
     states = history.transpose(1, 2).contiguous().transpose(1, 2)
-    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    bias = None if bias is None else bias.to(weight.dtype)
     with torch.cuda.device(x.device):
         y = _causal_conv1d()(x.contiguous().transpose(1, 2), weight, bias, initial_states=states, activation=activation)
     return y.transpose(1, 2)

@@ -167,16 +167,10 @@ def _mamba_ssm_scan(x, dt, A, B, C, initial_state, cu_seqlens, chunk_size):
 def _mamba_ssm_step(x, dt, A, B, C, state):
     _, update = _mamba_ssm()
     heads, head_dim, size = state.shape[1:]
+    dt, A = dt.unsqueeze(-1).expand(-1, -1, head_dim), A[:, None, None].expand(heads, head_dim, size)
+    no_bias = A.new_zeros(heads, 1).expand(heads, head_dim)  # it reads the strides of the bias even where none is
     with torch.cuda.device(x.device):
-        return update(
-            state,
-            x,
-            dt.unsqueeze(-1).expand(-1, -1, head_dim),
-            A[:, None, None].expand(heads, head_dim, size),
-            B,
-            C,
-            dt_softplus=False,
-        )
+        return update(state, x, dt, A, B, C, dt_bias=no_bias)
 
 
 def _check(x, dt, A, B, C, initial_state, cu_seqlens) -> None:

@@ -187,6 +187,10 @@ def test_which_backend_runs_where(monkeypatch):
     assert conv.resolve_conv_backend("auto", "cuda") == "causal_conv1d"
     assert conv.resolve_conv_backend("auto", "cuda", torch.float64) == "torch"
     assert conv.resolve_conv_backend("auto", "cpu") == "torch"
+    assert conv.resolve_conv_backend("auto", "cuda", channels=12) == "triton"
+    assert conv.resolve_conv_backend("auto", "cuda", channels=16, width=5) == "triton"
+    with pytest.raises(KernelUnavailableError, match="causal_conv1d: it needs a multiple of 8 channels, not 12"):
+        conv.resolve_conv_backend("causal_conv1d", "cuda", channels=12)
     with pytest.raises(KernelUnavailableError, match=r"cannot run on a kernel on cpu \(triton: no GPU\)"):
         conv.resolve_conv_backend("triton", "cpu")
     with pytest.raises(UsageError, match="backend='fft' is unknown for the convolution; expected auto, causal_conv1d"):

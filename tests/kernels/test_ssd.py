@@ -262,8 +262,10 @@ def stand_in(monkeypatch):
         y, state = loop(x, dt, A, B, C, initial_states)
         return (y, state) if return_final_states else y
 
-    def update(state, x, dt, A, B, C, dt_softplus=False):
-        assert (dt.shape, A.shape) == (x.shape, (*x.shape[1:], B.shape[-1]))
+    def update(state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False):
+        assert (dt.shape, A.shape, dt_bias.shape) == (x.shape, (*x.shape[1:], B.shape[-1]), x.shape[1:])
+        assert A.stride(-1) == A.stride(-2) == dt.stride(-1) == dt_bias.stride(-1) == 0  # one decay a head
+        assert not dt_bias.any()
         y, new = loop(x.unsqueeze(1), dt[:, None, :, 0], A[:, 0, 0], B.unsqueeze(1), C.unsqueeze(1), state)
         state.copy_(new)
         return y[:, 0]
