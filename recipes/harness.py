@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from ..base.errors import EvaluationError, UsageError
 from .bootstrap import estimate
 from .suites import Measurement, SuiteResult
 
+_SUFFIXES = (".yaml", ".yml")
 _AGREEMENT = 1e-6
 """Relative: samples are kept when their mean is the figure that the harness itself gives."""
 
@@ -39,31 +43,46 @@ def run_tasks(
         UsageError: a task is unknown, or a file does not exist.
     """
     try:
-        from lm_eval import simple_evaluate  # the package is optional
+        from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise EvaluationError(
             f"--lm-eval needs the package lm-eval, which cannot be imported ({error}); install palimpsa-surgery[eval]"
         ) from error
-    logging.getLogger("lm_eval").setLevel(logging.WARNING)
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     names, folders = _named(tasks)
-    manager = TaskManager(include_path=folders or None)
+    # Reading the thousands of tasks that the harness ships takes longer than a small task itself.
+    own = all(task.endswith(_SUFFIXES) for task in tasks)
+    manager = TaskManager(include_path=folders or None, include_defaults=not own)
     unknown = [name for name in names if not manager.match_tasks([name])]
     if unknown:
         raise UsageError(
             f"--lm-eval: the harness knows no task {', '.join(unknown)}; `lm_eval ls tasks` lists them, and a task of "
             f"your own is given as its .yaml file"
         )
-    harness_model = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
     try:
-        found = simple_evaluate(harness_model, tasks=names, limit=limit, task_manager=manager, bootstrap_iters=1000)
-    except (OSError, ValueError, KeyError, ConnectionError) as error:
+        with _kept_off_stdout():
+            harness_model = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
+            found = simple_evaluate(harness_model, tasks=names, limit=limit, task_manager=manager, bootstrap_iters=1000)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise EvaluationError(
-            f"--lm-eval {','.join(tasks)}: the harness stopped ({reason}); check that its data sets can be reached"
+            f"--lm-eval {','.join(tasks)}: the harness stopped ({type(error).__name__}: {reason}); check the task's "
+            f"file, and that its data can be reached"
         ) from error
     return SuiteResult(_measurements(found))
+
+
+@contextlib.contextmanager
+def _kept_off_stdout() -> Iterator[None]:
+    """What the harness prints goes to stderr, and its progress bars nowhere when that is no terminal."""
+    with contextlib.ExitStack() as stack:
+        if not sys.stderr.isatty():
+            sink = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+            stack.enter_context(contextlib.redirect_stderr(sink))
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        yield
 
 
 def _named(tasks: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -71,7 +90,7 @@ def _named(tasks: Sequence[str]) -> tuple[list[str], list[str]]:
     names, folders = [], []
     for task in tasks:
         path = Path(task)
-        if path.suffix not in (".yaml", ".yml"):
+        if not task.endswith(_SUFFIXES):
             names.append(task)
             continue
         if not path.is_file():
