@@ -16,6 +16,8 @@ COLOURS = ("#d62728", "#1f77b4")
 _DASHES = ("-", "--", ":", "-.")
 _MARKS = ("o", "s", "^", "D")
 _MOST_CELLS_LABELLED = 150
+_LOG_FROM = 10
+"""A logarithmic axis from this ratio of highest to lowest on: below, its ticks say little."""
 
 
 class Line(NamedTuple):
@@ -153,12 +155,14 @@ def draw_heads(
         left.set_xlabel("head", color=INK)
         left.set_title(f"{name}: log10 of the metaplasticity ratio", fontsize=9, color=INK)
         figure.colorbar(image, ax=left, pad=0.02).ax.tick_params(labelsize=8, colors=INK)
-        for number, (layer, (lengths, means)) in enumerate(growth.items()):
+        for number, (layer, (lengths, values)) in enumerate(growth.items()):
             style = {"color": f"C{number % 10}", "linestyle": _DASHES[number // 10 % 4]}
-            right.plot(lengths, means, marker="o", markersize=4, linewidth=1.4, label=f"layer {layer}", **style)
+            right.plot(lengths, values, marker="o", markersize=4, linewidth=1.4, label=f"layer {layer}", **style)
         right.set_xscale("log", base=2)
         right.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        right.set_yscale("log")
+        means = [mean for _, values in growth.values() for mean in values]
+        if max(means) > _LOG_FROM * min(means):
+            right.set_yscale("log")
         right.set_xlabel("tokens read", color=INK)
         right.set_title("mean importance of the synapses", fontsize=9, color=INK)
         right.grid(alpha=0.25, linewidth=0.6, which="both")
