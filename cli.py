@@ -218,13 +218,15 @@ def plan(
 ) -> None:
     """Choose the layers to swap and how they start."""
     from .base.files import refuse_existing
+    from .recipes.estimate import estimate_rows
     from .surgery.checkpoint import open_checkpoint
     from .surgery.plan import make_plan, parse_layers, write_plan
     from .surgery.profile import read_profile
 
     refuse_existing(out, force=force)
+    checkpoint = open_checkpoint(src, revision=revision)
     made = make_plan(
-        open_checkpoint(src, revision=revision),
+        checkpoint,
         None if profile is None else read_profile(profile),
         strength=strength,
         beta_rank=beta_rank,
@@ -237,7 +239,10 @@ def plan(
         _print_json(made.model_dump(mode="json"))
         return
     print(table([(layer, made.reasons.get(layer, "")) for layer in made.layers], ("layer", "reason")))
-    print(f"\nstart: {made.init}, rank {made.beta_rank}, {made.beta_groups} importance(s) a head\nwrote {out}")
+    print(f"\nstart: {made.init}, rank {made.beta_rank}, {made.beta_groups} importance(s) a head\n")
+    print("estimates for 100 M tokens in bf16, one window of 2,048 tokens at a time:\n")
+    headers = ("fine-tuning", "trained", "memory", "time at 200 TFLOP/s")
+    print(table(estimate_rows(checkpoint, made.layers), headers) + f"\n\nwrote {out}")
 
 
 @verb

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ..base.errors import UsageError
 from .packing import IGNORED
 
-_CHUNK_BYTES = 64 << 20
+CHUNK_BYTES = 64 << 20
 """Logits in fp32 that a chunk may take; forward and backward hold about three such buffers."""
 
 
@@ -86,7 +86,7 @@ def chunked_losses(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
     Returns:
         [N] fp32.
     """
-    rows = max(1, _CHUNK_BYTES // (4 * head.weight.shape[0]))
+    rows = max(1, CHUNK_BYTES // (4 * head.weight.shape[0]))
     pieces = zip(hidden.split(rows), targets.split(rows), strict=True)
     if torch.is_grad_enabled():
         losses = [checkpoint(_chunk_losses, piece, head, target, use_reentrant=False) for piece, target in pieces]

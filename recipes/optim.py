@@ -20,6 +20,10 @@ DECAYED = ("in_proj", "out_proj", "beta_down", "beta_up", "lora_A", "lora_B")
 for which zero means something; norms and biases are offsets; the four taps of a convolution are a filter; and the row
 of a rare token in the embedding would only shrink."""
 
+EPS, EPS_NEW = 1e-8, 1e-12
+"""Adam's epsilon. At the identity start the gradients of W_down and W_up are in proportion to a beta of nearly nothing;
+the usual epsilon would outweigh them until the scale has grown."""
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -85,8 +89,9 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
         lr = recipe.lr_new if is_new(name) else recipe.lr
         decay = recipe.weight_decay if decays(name) else 0.0
         key = f"{'new' if is_new(name) else 'source'}{'' if decays(name) else ', no decay'}"
+        eps = EPS_NEW if is_new(name) else EPS
         group = groups.setdefault(
-            key, {"name": key, "names": [], "params": [], "lr": lr, "base_lr": lr, "weight_decay": decay}
+            key, {"name": key, "names": [], "params": [], "lr": lr, "base_lr": lr, "weight_decay": decay, "eps": eps}
         )
         group["names"].append(name)
         group["params"].append(parameter)
@@ -97,7 +102,7 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
 
 def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     """AdamW over `parameter_groups`."""
-    return torch.optim.AdamW(parameter_groups(model, recipe), lr=recipe.lr, betas=recipe.betas, eps=1e-8)
+    return torch.optim.AdamW(parameter_groups(model, recipe), lr=recipe.lr, betas=recipe.betas)
 
 
 def describe_selection(model: nn.Module, recipe: Recipe) -> Selection:

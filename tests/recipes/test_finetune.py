@@ -228,3 +228,18 @@ def test_trackers_write_offline(model_folder, recipe, tmp_path):
     pytest.importorskip("tensorboard")
     finetune(model_folder, {**recipe, "trackers": ["tensorboard"]}, tmp_path / "run")
     assert list((tmp_path / "run").rglob("events.out.tfevents*"))
+
+
+def test_from_the_identity_start_everything_new_moves_within_a_few_steps(recipe, tmp_path):
+    model = make_model()
+    gate = model.backbone.layers[1].mixer.metaplasticity
+    with torch.no_grad():
+        gate.beta_scale.fill_(1e-7)
+    folder = save_folder(model, tmp_path / "model")
+    result = finetune(folder, {**recipe, "lr_new": 1e-3, "lr": 1e-5}, tmp_path / "run")
+    trained = load_model(result.final).backbone.layers[1].mixer.metaplasticity
+    assert (trained.scale() > 10 * gate.scale()).all()
+    assert (trained.prior() > 0).all()
+    for part in ("beta_down", "beta_up"):
+        before, after = getattr(gate, part).weight, getattr(trained, part).weight
+        assert (after - before).norm() > 1e-3 * before.norm(), part

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,3 +113,24 @@ def test_two_processes_are_one(model_folder, constant, tmp_path, monkeypatch):
     assert load_file(resumed.final / "model.safetensors").keys() == names
     logits = [load_model(run.final)(input_ids=IDS).logits for run in (one, resumed)]
     assert (logits[0] - logits[1]).norm() <= 1e-4 * logits[0].norm()
+
+
+def test_a_sharded_model_trains_resumes_and_is_saved_as_one(model_folder, constant, tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "bundle_remote_code", lambda folder: ())
+    constant = {**constant, "steps": 3, "save_every": 1, "keep": 3}
+    one = finetune(model_folder, constant, tmp_path / "one")
+    file, out = tmp_path / "recipe.yaml", tmp_path / "two"
+    file.write_text(dump_recipe(load_recipe(constant)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += [str(Path(__file__).with_name("sharded.py")), str(model_folder), str(file), str(out)]
+
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = load_file(out / "final" / "model.safetensors")
+    for name, tensor in load_file(one.final / "model.safetensors").items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5, msg=name)  # fp32, in another order
+    lines = [line for line in read_metrics(out / "metrics.jsonl") if line["kind"] == "train"]
+    reference = [line for line in read_metrics(tmp_path / "one" / "metrics.jsonl") if line["kind"] == "train"]
+    for key in ("loss", "grad_norm"):
+        assert [line[key] for line in lines[:3]] == pytest.approx([line[key] for line in reference], rel=1e-4)

@@ -20,7 +20,7 @@ def batch(length=13, rows=2, seed=0):
 @pytest.mark.parametrize("rows", [1, 5, 7, 100])
 def test_chunks_of_any_size_give_the_plain_loss_and_gradients(rows, monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr(losses, "_CHUNK_BYTES", 4 * 11 * rows)
+    monkeypatch.setattr(losses, "CHUNK_BYTES", 4 * 11 * rows)
     hidden = torch.randn(17, 6, dtype=torch.float64, requires_grad=True)
     head = torch.nn.Linear(6, 11, bias=False, dtype=torch.float64)
     targets = torch.randint(0, 11, (17,))
@@ -35,7 +35,7 @@ def test_chunks_of_any_size_give_the_plain_loss_and_gradients(rows, monkeypatch)
 
 
 def test_no_more_than_a_chunk_of_logits_exists(monkeypatch):
-    monkeypatch.setattr(losses, "_CHUNK_BYTES", 4 * 11 * 3)
+    monkeypatch.setattr(losses, "CHUNK_BYTES", 4 * 11 * 3)
     head = torch.nn.Linear(6, 11)
     rows = []
     head.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))

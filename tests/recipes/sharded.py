@@ -1,0 +1,56 @@
+"""Run by two processes through gloo: a model sharded by FSDP2 trains, saves, restores and gives its tensors back.
+
+Arguments: model folder, recipe file, run folder. Everything but the sharding itself is the package's own code.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from palimpsa_surgery.base.text import load_tokenizer
+from palimpsa_surgery.recipes.checkpointing import Position, load_checkpoint
+from palimpsa_surgery.recipes.config import load_recipe
+from palimpsa_surgery.recipes.export import gather, save_model
+from palimpsa_surgery.recipes.finetune import make_accelerator, open_streams
+from palimpsa_surgery.recipes.loop import Training, train
+from palimpsa_surgery.recipes.losses import CausalLoss
+from palimpsa_surgery.recipes.modes import prepare_mode
+from palimpsa_surgery.recipes.optim import make_optimizer
+from palimpsa_surgery.surgery.checkpoint import open_checkpoint
+from palimpsa_surgery.surgery.loading import load_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+
+def main() -> None:
+    folder, recipe_file, out = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    recipe = load_recipe(recipe_file)
+    accelerator = make_accelerator(recipe, out)
+    out.mkdir(exist_ok=True)
+    checkpoint = open_checkpoint(folder)
+    loss = CausalLoss(prepare_mode(load_model(checkpoint), checkpoint, recipe))
+    mesh = init_device_mesh("cpu", (accelerator.num_processes,))
+    for block in loss.model.backbone.layers:
+        fully_shard(block, mesh=mesh)
+    fully_shard(loss, mesh=mesh)
+    assert all(isinstance(parameter, DTensor) for parameter in loss.parameters())
+    optimizer = make_optimizer(loss, recipe)
+    stream, _ = open_streams(accelerator, recipe, load_tokenizer(folder), loss.model.config.vocab_size)
+    position = Position(0, 0, "model", checkpoint.fingerprint, stream.store.key, recipe.seed)
+    accelerator.no_sync = lambda module: torch.enable_grad()  # gradients are reduced each time, which is as right
+    run = Training(accelerator, loss, optimizer, stream, recipe, out, position)
+    train(run)
+    trained = gather(loss)
+    run.position = load_checkpoint(out / "checkpoints" / "step-1", loss, optimizer, position)
+    train(run)
+    again = gather(loss)
+    assert run.position.step == 3
+    assert all(torch.equal(tensor, again[name]) for name, tensor in trained.items())
+    if accelerator.is_main_process:
+        save_model(trained, checkpoint, out / "final", recipe)
+    accelerator.wait_for_everyone()
+
+
+if __name__ == "__main__":
+    main()
