@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -22,6 +23,7 @@ from ..base.console import progress
 from ..base.errors import UsageError, VerificationError
 from ..base.files import output_folder, refuse_existing, write_json, write_text
 from ..base.schemas import write_model
+from ..base.text import load_tokenizer
 from .card import CardFacts, kept_readme, license_terms, render_card
 from .forgetting import measure, static_forgetting
 from .initialization import STARTS, Start, StartContext
@@ -139,18 +141,18 @@ def _settle(
         if profile is not None:
             profile.check_source(checkpoint.fingerprint, checkpoint.source_id)
         calibrated = plan.init == "calibrated"
-        return plan, profile or (_measure(checkpoint, measuring) if calibrated else static_forgetting(checkpoint))
+        return plan, profile or (_measure(checkpoint, measuring, True) if calibrated else static_forgetting(checkpoint))
     layers = DEFAULT_LAYERS if layers is None else layers
     if profile is None and (isinstance(layers, int) or options.get("init") == "calibrated"):
         # A count that cannot be met, or options that contradict, should not wait for the measurement.
         make_plan(checkpoint, static_forgetting(checkpoint), layers=layers, **options)
-        profile = _measure(checkpoint, measuring)
+        profile = _measure(checkpoint, measuring, options.get("init") == "calibrated")
     plan = make_plan(checkpoint, profile, layers=layers, **options)
     return plan, profile or static_forgetting(checkpoint)
 
 
-def _measure(checkpoint: Checkpoint, measuring: MeasureOptions) -> Profile:
-    return measure(checkpoint, **asdict(measuring))
+def _measure(checkpoint: Checkpoint, measuring: MeasureOptions, calibrate: bool) -> Profile:
+    return measure(checkpoint, calibrate=calibrate, **asdict(measuring))
 
 
 def _profile_beside(plan: Path, checkpoint: Checkpoint) -> Profile | None:
@@ -186,6 +188,8 @@ def _write(
         write_plan(plan, folder / PLAN_FILE)
         write_profile(profile, folder / PROFILE_FILE)
         verification = _verified(checkpoint, folder, plan, mode, dtype, measuring)
+        if not checkpoint.tokenizer_files and measuring.tokenizer is not None:
+            write_tokenizer(measuring.tokenizer, folder)
         report = build_report(
             checkpoint,
             plan,
@@ -310,6 +314,14 @@ def write_surroundings(checkpoint: Checkpoint, folder: Path, config: dict[str, A
         write_json(folder / "generation_config.json", _without_paths(checkpoint.generation_config))
     else:
         GenerationConfig.from_model_config(model_config).save_pretrained(folder)
+
+
+def write_tokenizer(source: str | Path, folder: Path) -> None:
+    """The tokenizer that was named for a source without one: the stages after this one need it too."""
+    with tempfile.TemporaryDirectory(prefix="palimpsa-tokenizer-") as temporary:
+        load_tokenizer(source).save_pretrained(temporary)
+        for path in Path(temporary).iterdir():
+            copy_without_paths(path, folder / path.name)
 
 
 def copy_without_paths(source: Path, target: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from palimpsa_surgery.base.errors import CheckpointError, OutputExistsError, SchemaError, UsageError, VerificationError
 from palimpsa_surgery.base.files import load_json
-from palimpsa_surgery.base.text import embedded_checkpoint_path
+from palimpsa_surgery.base.text import embedded_checkpoint_path, load_tokenizer
 from palimpsa_surgery.modeling import metaplasticity_off
 from palimpsa_surgery.surgery.checkpoint import open_checkpoint
 from palimpsa_surgery.surgery.convert import FP32_NAMES, MeasureOptions, convert
@@ -366,3 +366,12 @@ def test_the_shared_checkpoint_converts_in_time_and_equals_mamba_ssm(tmp_path, s
     with torch.no_grad():
         found = model(ids.view(1, -1).long()).logits[0, :, : expected.shape[-1]]
     assert distance(found, expected.view_as(found)) < 1e-3
+
+
+def test_a_tokenizer_that_was_named_comes_along(tmp_path):
+    pico.write_mamba_ssm(tmp_path / "source", rows=4096, vocab=4093)
+    options = MeasureOptions(tokenizer=embedded_checkpoint_path(), tokens=64, seq_len=64)
+    convert(tmp_path / "source", tmp_path / "out", layers=1, measuring=options)
+    loaded = load_tokenizer(tmp_path / "out")
+    assert loaded("hello")["input_ids"] == load_tokenizer(embedded_checkpoint_path())("hello")["input_ids"]
+    assert str(embedded_checkpoint_path()) not in (tmp_path / "out" / "tokenizer_config.json").read_text()
