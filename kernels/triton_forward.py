@@ -10,8 +10,8 @@ from .triton_states import power_of_two
 
 @triton.jit
 def forward_kernel(
-    q, k, v, beta, log_decay, prior, M0, J0, out, variance, final_M, final_J, table, documents,
-    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, HAS_START: tl.constexpr, VARIANCE: tl.constexpr,
+    q, k, v, beta, log_decay, prior, M0, J0, out, variance, final_M, final_J, only, table, documents,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, HAS_START: tl.constexpr, VARIANCE: tl.constexpr, HAS_ONLY: tl.constexpr, STORE_FINAL: tl.constexpr,
 ):  # fmt: skip
     NVB: tl.constexpr = (P + BV - 1) // BV
     pid = tl.program_id(0)
@@ -35,6 +35,8 @@ def forward_kernel(
     ip = tl.load(prior + i_h).to(tl.float32)
     start = tl.load(table + block * 3).to(tl.int64)
     count = tl.load(table + block * 3 + 1)
+    if HAS_ONLY:
+        count = tl.where(tl.load(only + row) > 0, count, 0)
     for t in range(count):
         token = start + t
         pk = (token * G + i_g) * N + on
@@ -50,14 +52,15 @@ def forward_kernel(
         tl.store(out + px, tl.sum(M * R, 1).to(out.dtype.element_ty), mask=mv)
         if VARIANCE:
             tl.store(variance + px, tl.sum(R * qq[None, :], 1), mask=mv)
-    document = tl.load(table + block * 3 + 2)
-    if block == tl.load(documents + document + 1) - 1:
-        at = (document * H + i_h).to(tl.int64) * (N * P)
-        tl.store(final_M + at + tile, M, mask=inside)
-        tl.store(final_J + at + tile, J, mask=inside)
+    if STORE_FINAL:
+        document = tl.load(table + block * 3 + 2)
+        if block == tl.load(documents + document + 1) - 1:
+            at = (document * H + i_h).to(tl.int64) * (N * P)
+            tl.store(final_M + at + tile, M, mask=inside)
+            tl.store(final_J + at + tile, J, mask=inside)
 
 
-def forward(q, k, v, beta, log_decay, prior, starts, blocks: Blocks, out, variance, final) -> None:
+def forward(q, k, v, beta, log_decay, prior, starts, blocks: Blocks, out, variance, final, only=None) -> None:
     """Outputs of every token and each document's final states.
 
     Args:
@@ -69,13 +72,14 @@ def forward(q, k, v, beta, log_decay, prior, starts, blocks: Blocks, out, varian
         blocks: the layout of the tokens.
         out: [tokens, H, P], written.
         variance: [tokens, H, P] fp32, written, or None.
-        final: (M, J) [rows, H, P, N] fp32, written except for empty documents.
+        final: (M, J) [rows, H, P, N] fp32, written except for empty documents, or None.
+        only: [blocks.count, H] int32, zero where a block of a head is to be left out, or None.
     """
     G, N = k.shape[1:]
     H, P = v.shape[1:]
     BN = power_of_two(N)
     BV = min(power_of_two(P, 4), max(4, 2048 // BN))
     forward_kernel[(blocks.count * H * triton.cdiv(P, BV),)](
-        q, k, v, beta, log_decay, prior, *(starts or (None, None)), out, variance, *final, blocks.table, blocks.documents,
-        H, G, N, P, BN, BV, starts is not None, variance is not None, num_warps=4 if BN * BV >= 2048 else 1,
+        q, k, v, beta, log_decay, prior, *(starts or (None, None)), out, variance, *(final or (None, None)), only, blocks.table, blocks.documents,
+        H, G, N, P, BN, BV, starts is not None, variance is not None, only is not None, final is not None, num_warps=4 if BN * BV >= 2048 else 1,
     )  # fmt: skip

@@ -124,10 +124,10 @@ class PlainScan(torch.autograd.Function):
                 None if M0 is None else (M0, J0),
                 flat_tokens(do),
                 last_gradients(dM, dJ),
+                triton_backward.plain_inside(flat[1], flat[2], uses_assembly(v.device)),
                 batch=v.shape[0],
                 length=v.shape[1],
                 cu_seqlens=cu_seqlens,
-                asm=uses_assembly(v.device),
             )
         return *shaped_gradients(grads, (q, k, v, beta, log_decay, prior)), *grads[6:], None, None, None
 

@@ -23,9 +23,10 @@ def load_log_decay(p, m):
 @triton.jit
 def block_states_kernel(
     k, v, beta, log_decay, initial_M, initial_J, M_out, J_out, table, documents, head0, heads, n_blocks,
-    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, EVERY: tl.constexpr,
     HAS_INITIAL: tl.constexpr, WITH_J: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
+    # A program carries a tile of both states over a document, C tokens a step; blocks are EVERY steps.
     NKB: tl.constexpr = (N + BK - 1) // BK
     NVB: tl.constexpr = (P + BV - 1) // BV
     pid = tl.program_id(0)
@@ -39,53 +40,92 @@ def block_states_kernel(
     ok = i_k * BK + tl.arange(0, BK)
     ov = i_v * BV + tl.arange(0, BV)
     ot = tl.arange(0, C)
-    inside = (ov < P)[:, None] & (ok < N)[None, :]
+    mk = (ok < N)[None, :]
+    mv = (ov < P)[None, :]
+    inside = (ov < P)[:, None] & mk
     tile = ov[:, None] * N + ok[None, :]
     M = tl.zeros([BV, BK], tl.float32)
     J = tl.zeros([BV, BK], tl.float32)
-    state_row = (i_d * H + i_h).to(tl.int64) * (N * P)
     if HAS_INITIAL:
-        M = tl.load(initial_M + state_row + tile, mask=inside, other=0.0)
+        state = (i_d * H + i_h).to(tl.int64) * (N * P)
+        M = tl.load((initial_M + state) + tile, mask=inside, other=0.0)
         if WITH_J:
-            J = tl.load(initial_J + state_row + tile, mask=inside, other=0.0)
+            J = tl.load((initial_J + state) + tile, mask=inside, other=0.0)
     first = tl.load(documents + i_d)
     last = tl.load(documents + i_d + 1)
-    for j in range(last - first):
-        block = first + j
-        at = (block.to(tl.int64) * heads + i_l) * (N * P)
-        tl.store(M_out + at + tile, M.to(M_out.dtype.element_ty), mask=inside)
-        if WITH_J:
-            tl.store(J_out + at + tile, J.to(J_out.dtype.element_ty), mask=inside)
-        start = tl.load(table + block * 3).to(tl.int64)
-        count = tl.load(table + block * 3 + 1)
-        for c in range(0, count, C):
-            m = c + ot < count
-            t = start + c + ot
-            kk = tl.load(
-                k + (t[:, None] * G + i_g) * N + ok[None, :], mask=m[:, None] & (ok < N)[None, :], other=0.0
-            ).to(tl.float32)
-            px = (t[:, None] * H + i_h) * P + ov[None, :]
-            mv = m[:, None] & (ov < P)[None, :]
-            g = tl.cumsum(load_log_decay(log_decay + t * H + i_h, m), 0)
-            g_end = tl.sum(tl.where(ot == C - 1, g, 0.0), 0)
-            w = tl.exp(g_end - g)[:, None]
-            A = tl.exp(g_end)
-            vv = tl.load(v + px, mask=mv, other=0.0).to(tl.float32) * w
-            M = tl.dot(tl.trans(vv.to(DOT)), kk.to(DOT), A * M, input_precision=PREC)
-            if WITH_J:
-                bb = tl.load(beta + px, mask=mv, other=0.0).to(tl.float32) * w
-                J = tl.dot(tl.trans(bb.to(DOT)), (kk * kk).to(DOT), A * J, input_precision=PREC)
-    # The slots behind the last block hold the final states.
-    at = ((n_blocks + i_d).to(tl.int64) * heads + i_l) * (N * P)
-    tl.store(M_out + at + tile, M.to(M_out.dtype.element_ty), mask=inside)
+    filled = last > first
+    start = tl.load(table + first * 3, mask=filled, other=0).to(tl.int64)
+    end = tl.load(table + (last - 1) * 3, mask=filled, other=0) + tl.load(
+        table + (last - 1) * 3 + 1, mask=filled, other=0
+    )
+    length = tl.where(filled, end - start, 0).to(tl.int32)
+    # Pointers move by whole steps (64 bits), what is added to them stays small (32 bits).
+    pk = (k + (start * G + i_g) * N) + ot[:, None] * (G * N) + ok[None, :]
+    ox = ot[:, None] * (H * P) + ov[None, :]
+    pv = (v + (start * H + i_h) * P) + ox
+    pb = pv
     if WITH_J:
-        tl.store(J_out + at + tile, J.to(J_out.dtype.element_ty), mask=inside)
+        pb = (beta + (start * H + i_h) * P) + ox
+    pa = (log_decay + start * H + i_h) + ot * H
+    m = ot < length
+    kk = tl.load(pk, mask=m[:, None] & mk, other=0.0)
+    vv = tl.load(pv, mask=m[:, None] & mv, other=0.0)
+    bb = tl.load(pb, mask=m[:, None] & mv, other=0.0)
+    la = load_log_decay(pa, m)
+    for i in range((length + C - 1) // C):
+        if i % EVERY == 0:
+            at = ((first + i // EVERY).to(tl.int64) * heads + i_l) * (N * P)
+            tl.store((M_out + at) + tile, M.to(M_out.dtype.element_ty), mask=inside)
+            if WITH_J:
+                tl.store((J_out + at) + tile, J.to(J_out.dtype.element_ty), mask=inside)
+        # The next step's operands are on their way while this one's are used.
+        pk += C * G * N
+        pv += C * H * P
+        pb += C * H * P
+        pa += C * H
+        m = (i + 1) * C + ot < length
+        k_next = tl.load(pk, mask=m[:, None] & mk, other=0.0)
+        v_next = tl.load(pv, mask=m[:, None] & mv, other=0.0)
+        b_next = tl.load(pb, mask=m[:, None] & mv, other=0.0)
+        la_next = load_log_decay(pa, m)
+        g = tl.cumsum(la, 0)
+        g_end = tl.sum(la, 0)
+        w = tl.exp(g_end - g)[:, None]
+        A = tl.exp(g_end)
+        kf = kk.to(tl.float32)
+        M = tl.dot(tl.trans((vv.to(tl.float32) * w).to(DOT)), kf.to(DOT), A * M, input_precision=PREC)
+        if WITH_J:
+            J = tl.dot(tl.trans((bb.to(tl.float32) * w).to(DOT)), (kf * kf).to(DOT), A * J, input_precision=PREC)
+        kk = k_next
+        vv = v_next
+        bb = b_next
+        la = la_next
+    # The slots behind the last block of all, one a document, hold the final states.
+    at = ((n_blocks + i_d).to(tl.int64) * heads + i_l) * (N * P)
+    tl.store((M_out + at) + tile, M.to(M_out.dtype.element_ty), mask=inside)
+    if WITH_J:
+        tl.store((J_out + at) + tile, J.to(J_out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def block_decays_kernel(log_decay, out, table, H: tl.constexpr, BH: tl.constexpr):
+    # out[block, head] = exp of the block's summed log decays.
+    NHB: tl.constexpr = (H + BH - 1) // BH
+    pid = tl.program_id(0)
+    block = pid // NHB
+    h = (pid % NHB) * BH + tl.arange(0, BH)
+    start = tl.load(table + block * 3).to(tl.int64)
+    count = tl.load(table + block * 3 + 1)
+    total = tl.zeros([BH], tl.float32)
+    for t in range(count):
+        total += load_log_decay(log_decay + (start + t) * H + h, h < H)
+    tl.store(out + block.to(tl.int64) * H + h, tl.exp(total), mask=h < H)
 
 
 @triton.jit
 def reverse_states_kernel(
-    log_decay, dM, dJ, last_dM, last_dJ, first_dM, first_dJ, table, documents, head0, heads,
-    H: tl.constexpr, PN: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, HAS_LAST: tl.constexpr, STORE_FIRST: tl.constexpr, WITH_J: tl.constexpr,
+    decay, dM, dJ, last_dM, last_dJ, first_dM, first_dJ, documents, head0, heads,
+    H: tl.constexpr, PN: tl.constexpr, BLOCK: tl.constexpr, HAS_LAST: tl.constexpr, STORE_FIRST: tl.constexpr, WITH_J: tl.constexpr,
 ):  # fmt: skip
     # dM[block] comes in as the block's own contribution and leaves as the gradient of the state at the block's END.
     pid = tl.program_id(0)
@@ -96,7 +136,6 @@ def reverse_states_kernel(
     i_d = row // heads
     i_l = row % heads
     i_h = head0 + i_l
-    os = tl.arange(0, S)
     state_row = (i_d * H + i_h).to(tl.int64) * PN
     carry_M = tl.zeros([BLOCK], tl.float32)
     carry_J = tl.zeros([BLOCK], tl.float32)
@@ -106,19 +145,28 @@ def reverse_states_kernel(
             carry_J = tl.load(last_dJ + state_row + at, mask=m, other=0.0)
     first = tl.load(documents + i_d)
     last = tl.load(documents + i_d + 1)
+    # What one step needs is loaded a step ahead.
+    p = ((last - 1).to(tl.int64) * heads + i_l) * PN + at
+    any_block = m & (last > first)
+    own_M = tl.load(dM + p, mask=any_block, other=0.0).to(tl.float32)
+    own_J = tl.load(dJ + p, mask=any_block, other=0.0).to(tl.float32) if WITH_J else own_M
+    A = tl.load(decay + (last - 1) * H + i_h, mask=last > first, other=0.0)
     for j in range(last - first):
         block = last - 1 - j
-        start = tl.load(table + block * 3).to(tl.int64)
-        count = tl.load(table + block * 3 + 1)
-        A = tl.exp(tl.sum(load_log_decay(log_decay + (start + os) * H + i_h, os < count), 0))
-        p = (block.to(tl.int64) * heads + i_l) * PN + at
-        own_M = tl.load(dM + p, mask=m, other=0.0).to(tl.float32)
+        more = m & (block > first)
+        before = p - heads * PN
+        next_M = tl.load(dM + before, mask=more, other=0.0).to(tl.float32)
+        next_J = tl.load(dJ + before, mask=more, other=0.0).to(tl.float32) if WITH_J else next_M
+        next_A = tl.load(decay + (block - 1) * H + i_h, mask=block > first, other=0.0)
         tl.store(dM + p, carry_M.to(dM.dtype.element_ty), mask=m)
         carry_M = A * carry_M + own_M
         if WITH_J:
-            own_J = tl.load(dJ + p, mask=m, other=0.0).to(tl.float32)
             tl.store(dJ + p, carry_J.to(dJ.dtype.element_ty), mask=m)
             carry_J = A * carry_J + own_J
+        own_M = next_M
+        own_J = next_J
+        A = next_A
+        p = before
     if STORE_FIRST:
         tl.store(first_dM + state_row + at, carry_M, mask=m)
         if WITH_J:
@@ -161,12 +209,12 @@ def block_states(k, v, beta, log_decay, blocks: Blocks, initial, out, *, head0=0
     heads = H if heads is None else heads
     dot, precision = dot_types(k, v)
     BK, BV = min(64, power_of_two(N)), min(64, power_of_two(P))
-    C = max(16, min(token_tile, power_of_two(blocks.size)))
+    C = min(token_tile, blocks.size)
     if dot == tl.float32:
         BK, BV, C = min(32, BK), min(32, BV), min(32, C)
     block_states_kernel[(blocks.rows * heads * triton.cdiv(N, BK) * triton.cdiv(P, BV),)](
         k, v, beta, log_decay, *(initial or (None, None)), *out, blocks.table, blocks.documents, head0, heads, blocks.count,
-        H, G, N, P, BK, BV, C, initial is not None, beta is not None, dot, precision, num_warps=4,
+        H, G, N, P, BK, BV, C, blocks.size // C, initial is not None, beta is not None, dot, precision, num_warps=4,
     )  # fmt: skip
 
 
@@ -175,8 +223,12 @@ def reverse_states(log_decay, dM, dJ, last, first, blocks: Blocks, PN: int, head
 
     `last` is (dM, dJ) of the final states or None, `first` where those of the initial states go or None.
     """
-    BLOCK = min(1024, power_of_two(PN))
+    H = log_decay.shape[1]
+    decay = torch.empty(blocks.count, H, dtype=torch.float32, device=log_decay.device)
+    BH = min(32, power_of_two(H, 1))
+    block_decays_kernel[(blocks.count * triton.cdiv(H, BH),)](log_decay, decay, blocks.table, H, BH, num_warps=1)
+    BLOCK = min(512, power_of_two(PN))
     reverse_states_kernel[(blocks.rows * heads * triton.cdiv(PN, BLOCK),)](
-        log_decay, dM, dJ, *(last or (None, None)), *(first or (None, None)), blocks.table, blocks.documents, head0, heads,
-        log_decay.shape[1], PN, BLOCK, power_of_two(blocks.size), last is not None, first is not None, dJ is not None, num_warps=4,
+        decay, dM, dJ, *(last or (None, None)), *(first or (None, None)), blocks.documents, head0, heads,
+        H, PN, BLOCK, last is not None, first is not None, dJ is not None, num_warps=2,
     )  # fmt: skip

@@ -127,6 +127,7 @@ def test_slabs_of_heads_change_nothing(monkeypatch):
     (8, 2, 100, [(0, 8)]),
     (8, 2, 5, [(0, 4), (4, 4)]),
     (6, 2, 2, [(0, 2), (2, 1), (3, 2), (5, 1)]),
+        (80, 1, 60, [(0, 40), (40, 40)]),
 ])  # fmt: skip
 def test_a_slab_holds_whole_groups_or_one(heads, groups, room, expected, monkeypatch):
     from palimpsa_surgery.kernels import triton_backward

@@ -1,0 +1,161 @@
+"""The fast backend. What it refuses is tested everywhere; its numbers on a GPU, against the reference in fp64."""
+
+import pytest
+import torch
+from palimpsa_surgery.kernels import api
+
+pytest.importorskip("triton.experimental.gluon")
+from palimpsa_surgery.kernels import gluon_scan
+
+SHAPE = api.ScanShape(1, 64, 1, 2, 64, 128, 64, torch.bfloat16)
+# bf16 inputs: rounding the exact output costs 1.7e-3; gradients also round partial sums and block states.
+BF16 = {
+    "output": 2.2e-3,
+    "M": 4e-3,
+    "J": 4e-3,
+    "q": 6e-3,
+    "k": 6e-3,
+    "v": 6e-3,
+    "beta": 6e-3,
+    "log_decay": 1e-2,
+    "prior": 6e-3,
+}
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"dtype": torch.float32}, "bf16 and fp16, not float32"),
+    ({"state_size": 48}, "state sizes 64 and 128, not 48"),
+    ({"head_dim": 80}, "multiples of 32, not 80"),
+    ({"variance": True}, "no variance"),
+])  # fmt: skip
+def test_what_it_cannot_take_is_said(change, message):
+    assert gluon_scan.unsupported(SHAPE) is None
+    assert message in gluon_scan.unsupported(SHAPE._replace(**change))
+
+
+def test_it_needs_an_nvidia_gpu():
+    assert "not cpu" in gluon_scan.unavailable(torch.device("cpu"))
+
+
+def make_inputs(B, T, H, P, N, G=1, g=None, rows=None, dtype=torch.bfloat16, steep=True, seed=0):
+    """Decays like a trained layer's, a third of the heads mild; with `steep` some tokens forget everything."""
+    torch.manual_seed(seed)
+    kw = {"device": "cuda"}
+    step = torch.nn.functional.softplus(torch.randn(B, T, H, **kw) * 0.8 - 3.0)
+    A = torch.rand(H, **kw) * 15 + 1
+    A[::3] *= 0.02
+    log_decay = -A * step
+    if steep:
+        log_decay[:, T // 2] = -200.0
+        log_decay[:, T // 4 : T // 4 + 3] = -30.0
+        log_decay[:, :, -1] = -1e4
+        log_decay[:, T // 3] = -1e-8
+    q, k = (torch.randn(B, T, G, N, **kw).to(dtype) for _ in range(2))
+    v = (torch.randn(B, T, H, P, **kw) * step[..., None]).to(dtype)
+    beta = (torch.rand(B, T, H, g or P, **kw) * step[..., None]).to(dtype)
+    state = torch.randn(rows or B, H, P, N, **kw), torch.rand(rows or B, H, g or P, N, **kw)
+    return (q, k, v, beta, log_decay, torch.rand(H, **kw) + 0.5), state
+
+
+def run(backend, inputs, state, dtype=None, cu=None, chunk_size=None):
+    """Named outputs and gradients of a loss over the output and the final states."""
+    inputs, state = ([x.detach().to(dtype or x.dtype).requires_grad_() for x in xs] for xs in (inputs, state))
+    result = api.metaplastic_scan(*inputs, initial_state=state, cu_seqlens=cu, backend=backend, chunk_size=chunk_size)
+    shown = (result.output, *result.state)
+    generator = torch.Generator("cuda").manual_seed(7)
+    scale = (1.0, 0.1, 0.1)
+    weights = [
+        c * torch.randn(x.shape, generator=generator, device="cuda").bfloat16()
+        for c, x in zip(scale, shown, strict=True)
+    ]
+    loss = sum((x.double() * w).sum() for x, w in zip(shown, weights, strict=True))
+    grads = torch.autograd.grad(loss, inputs + state)
+    names = ("q", "k", "v", "beta", "log_decay", "prior", "dM0", "dJ0")
+    return dict(zip(("output", "M", "J", *names), (*(x.detach() for x in shown), *grads), strict=True))
+
+
+def errors(actual, expected):
+    return {
+        n: ((actual[n].double() - e.double()).norm() / e.double().norm().clamp_min(1e-30)).item()
+        for n, e in expected.items()
+    }
+
+
+CASES = {
+    "one head": {"B": 1, "T": 130, "H": 1, "P": 64, "N": 128},
+    "ragged, groups": {"B": 2, "T": 333, "H": 6, "P": 64, "N": 128, "G": 2},
+    "narrow": {"B": 1, "T": 97, "H": 3, "P": 32, "N": 64},
+    "wide": {"B": 1, "T": 65, "H": 2, "P": 96, "N": 128},
+    "one token": {"B": 1, "T": 1, "H": 2, "P": 64, "N": 128},
+    "shared betas": {"B": 1, "T": 70, "H": 2, "P": 64, "N": 128, "g": 16},
+    "half precision": {"B": 1, "T": 70, "H": 2, "P": 64, "N": 128, "dtype": torch.float16},
+}
+
+
+class TestNumbers:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("backend", ["gluon", "triton"])
+    @pytest.mark.parametrize("case", CASES)
+    def test_equals_the_reference(self, case, backend):
+        inputs, state = make_inputs(**CASES[case])
+        found = errors(run(backend, inputs, state), run("reference", inputs, state, torch.float64))
+        assert all(found[n] < BF16.get(n, 6e-3) for n in found), found
+
+    @pytest.mark.parametrize("backend", ["gluon", "triton"])
+    def test_packed_documents_equal_separate_ones(self, backend):
+        cu = torch.tensor([0, 3, 3, 260, 261, 400], device="cuda", dtype=torch.int32)
+        inputs, state = make_inputs(1, 400, 2, 64, 128, rows=5)
+        found = errors(run(backend, inputs, state, cu=cu), run("reference", inputs, state, torch.float64, cu=cu))
+        assert all(found[n] < BF16.get(n, 6e-3) for n in found), found
+
+    def test_many_steep_segments(self):
+        inputs, state = make_inputs(1, 200, 2, 64, 128)
+        inputs[4][:] = inputs[4] * 40 - 3.0
+        found = errors(run("gluon", inputs, state), run("reference", inputs, state, torch.float64))
+        assert all(found[n] < BF16.get(n, 6e-3) for n in found), found
+
+    def test_two_halves_equal_the_whole(self):
+        inputs, state = make_inputs(1, 1024, 2, 64, 128, steep=False)
+        whole = api.metaplastic_scan(*inputs, initial_state=state, backend="gluon")
+        first = api.metaplastic_scan(
+            *(x[:, :600] if x.dim() > 1 else x for x in inputs), initial_state=state, backend="gluon"
+        )
+        second = api.metaplastic_scan(
+            *(x[:, 600:] if x.dim() > 1 else x for x in inputs), initial_state=first.state, backend="gluon"
+        )
+        both = torch.cat((first.output, second.output), 1)
+        assert ((both - whole.output).norm() / whole.output.norm()).item() < 4e-3
+        assert ((second.state.M - whole.state.M).norm() / whole.state.M.norm()).item() < 4e-3
+
+    def test_more_blocks_than_a_grid_axis_holds(self):
+        documents, heads = 520, 128
+        cu = torch.arange(documents + 1, device="cuda", dtype=torch.int32) * 8
+        inputs, state = make_inputs(1, documents * 8, heads, 32, 64, rows=documents, steep=False)
+        result = api.metaplastic_scan(*inputs, initial_state=state, cu_seqlens=cu, backend="gluon")
+        last = [x[:, -8:] if x.dim() > 1 else x for x in inputs]
+        alone = api.metaplastic_scan(*last, initial_state=[x[-1:] for x in state], backend="reference")
+        assert ((result.output[:, -8:] - alone.output).norm() / alone.output.norm()).item() < 3e-3
+
+    @pytest.mark.parametrize("g", [64, 1])
+    def test_a_step_can_be_captured_in_a_graph(self, g):
+        inputs, state = make_inputs(2, 1, 4, 64, 128, g=g, steep=False)
+        one = [x[:, 0].contiguous() for x in inputs[:5]]
+        api.metaplastic_step(*one, inputs[5], tuple(x.clone() for x in state), backend="gluon")
+        torch.cuda.synchronize()
+        captured, eager = (tuple(x.clone() for x in state) for _ in range(2))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = api.metaplastic_step(*one, inputs[5], captured, backend="gluon")
+        for x, y in zip(captured, state, strict=True):
+            x.copy_(y)
+        graph.replay()
+        expected = api.metaplastic_step(*one, inputs[5], eager, backend="gluon")
+        torch.testing.assert_close(output, expected)
+        torch.testing.assert_close(captured[0], eager[0])
+
+    def test_gradients_do_not_change_from_run_to_run(self):
+        inputs, state = make_inputs(1, 300, 3, 64, 128)
+        a, b = (run("gluon", inputs, state) for _ in range(2))
+        assert all(torch.equal(a[n], b[n]) for n in a)
