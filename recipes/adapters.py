@@ -26,6 +26,7 @@ from .export import save_tensors
 logger = logging.getLogger(__name__)
 
 CONFIG, TENSORS, SOURCE = "adapter_config.json", "adapter_model.safetensors", "adapter_source.json"
+MERGED_DTYPES = ("source", "float32", "bfloat16", "float16")
 _PREFIX = "base_model.model."
 
 
@@ -127,7 +128,13 @@ def merge(
 
     Returns:
         `out`.
+
+    Raises:
+        UsageError: no such dtype, or no adapter that can be merged.
+        CheckpointError: the base is another model, or has no place for a tensor of the adapter.
     """
+    if dtype not in MERGED_DTYPES:
+        raise UsageError(f"--dtype {dtype}: there is no such dtype; choose one of {', '.join(MERGED_DTYPES)}")
     adapter = find_adapter(run)
     checkpoint = open_base(adapter, base)
     load = merged_tensors(load_file(adapter / TENSORS), adapter_scale(load_json(adapter / CONFIG)), checkpoint)

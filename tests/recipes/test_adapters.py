@@ -105,6 +105,11 @@ def test_merging_over_something_needs_force(run, model_folder, tmp_path):
     assert load_file(target / "model.safetensors")["backbone.embeddings.weight"].dtype == torch.bfloat16
 
 
+def test_a_dtype_that_is_none_is_named(tmp_path):
+    with pytest.raises(UsageError, match="--dtype int8: there is no such dtype; choose one of source, float32"):
+        merge(tmp_path, tmp_path / "merged", dtype="int8")
+
+
 def test_a_folder_without_an_adapter_is_named(model_folder):
     with pytest.raises(UsageError, match="holds no adapter"):
         find_adapter(model_folder)
