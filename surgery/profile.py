@@ -26,7 +26,7 @@ class LayerCalibration(StrictPart):
     Attributes:
         input_rms: root mean square of the layer's input (after the block norm), over tokens and channels.
         importance: [H] mean over tokens and keys of K_t = a_t K_{t-1} + d_t k_t^2, the importance of a scale of one.
-        spread: [H][8] K / mean K in each eighth of the state's energy M^2, in ascending order.
+        spread: [H][16] K / mean K in each sixteenth of the state's energy M^2, in ascending order.
     """
 
     input_rms: Positive

@@ -135,7 +135,7 @@ def test_calibrated_start_keeps_the_scale_of_each_head_on_real_text(tmp_path, pr
             decay = torch.exp(-mixer.decay_rate().double() * step[t])[:, None, None]
             M = decay * M + (step[t][:, None] * x[t])[..., None] * keys[t]
             J = decay * J + beta[t][..., None] * keys[t] ** 2
-            if t % 16 == 15:
+            if t % 64 == 63:
                 read = M / (prior[:, None, None] + J)
                 growth += (J / prior[:, None, None]).mean((1, 2))
                 fit += (read * M).sum((1, 2))
@@ -143,7 +143,7 @@ def test_calibrated_start_keeps_the_scale_of_each_head_on_real_text(tmp_path, pr
                 count += 1
     assert (growth / count).mean().item() == pytest.approx(strength, rel=0.15)
     assert ((growth / count) / strength - 1).abs().max() < 0.5
-    assert (fit / square).tolist() == pytest.approx([1.0] * len(fit), abs=0.03)
+    assert (fit / square).tolist() == pytest.approx([1.0] * len(fit), abs=0.02)
 
 
 @torch.no_grad()
@@ -173,7 +173,7 @@ def test_identity_start_moves_within_fifty_steps(tmp_path, windows):
         parameter.requires_grad_(False)
     trained = [parameter.requires_grad_() for gate in gates for parameter in gate.parameters()]
     optimiser = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.0)
-    ids = torch.as_tensor(windows[0][:256]).view(2, 128)
+    ids = torch.as_tensor(windows[0][:128]).view(2, 64)
     losses = []
     for _ in range(50):
         loss = model(input_ids=ids, labels=ids).loss
