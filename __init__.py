@@ -13,7 +13,7 @@ _HOMES = {
     "convert": "surgery.convert",
     "diagnose": "surgery.doctor",
     "evaluate": "recipes.evaluation",
-    "export_mamba_ssm": "surgery.export",
+    "export": "surgery.export",
     "finetune": "recipes.finetune",
     "generate": "recipes.generation",
     "inspect_checkpoint": "surgery.inspection",
