@@ -220,6 +220,27 @@ def test_generate_gives_the_same_text_for_source_and_identity_start(work):
     assert invoke("generate", SOURCE, "CREATE", "--max-new-tokens", "1").stdout.startswith("CREATE")
 
 
+def test_push_writes_the_folder_it_would_upload(work, tmp_path):
+    out = tmp_path / "upload"
+    text = invoke("push", work / "model", "me/my-model", "--to-folder", out, "-q").stdout
+    assert str(out) in text
+    assert {"README.md", "config.json", "model.safetensors"} <= {path.name for path in out.iterdir()}
+    assert "me/my-model" in (out / "README.md").read_text()
+    assert "--force" in invoke("push", work / "model", "me/my-model", "--to-folder", out, "-q", code=2).stderr
+
+
+def test_export_leaves_importance_out_only_when_asked(work, tmp_path):
+    assert "--off" in invoke("export", work / "model", tmp_path / "out", "-q", code=2).stderr
+    invoke("export", work / "model", tmp_path / "out", "--off", "-q")
+    assert json.loads(invoke("inspect", tmp_path / "out", "--json").stdout)["layout"] == "mamba_ssm"
+
+
+def test_merge_needs_an_adapter(work, tmp_path):
+    result = invoke("merge", work / "model", tmp_path / "out", "-q", code=2)
+    assert "adapter" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_finetune_from_a_recipe_with_changes(work, tmp_path):
     changes = ["steps=2", "data.seq_len=64", "batch_size=1", "eval_windows=2", "save_every=0"]
     run = tmp_path / "run"
