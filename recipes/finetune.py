@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from ..base.console import human_count, human_seconds
 from ..base.errors import OutputExistsError, UsageError
 from ..base.files import write_text
 from ..base.text import load_tokenizer
-from ..kernels.api import set_require_kernels
+from ..kernels.api import require_kernels, set_require_kernels
 from ..surgery.checkpoint import Checkpoint, open_checkpoint
 from ..surgery.loading import load_model
 from .adapters import save_run
@@ -88,9 +89,22 @@ def finetune(
         OutputExistsError: `out` holds a run, and neither `resume` nor `force` was given.
         TrainingError: training had to stop; checkpoints written before are whole.
     """
-    started = time.perf_counter()
     recipe, out = load_recipe(recipe, overrides), Path(out)
-    settle(recipe)
+    with process_settings(recipe):
+        return _finetune(model_folder, recipe, out, resume=resume, force=force, revision=revision, token=token)
+
+
+def _finetune(
+    model_folder: str | Path,
+    recipe: Recipe,
+    out: Path,
+    *,
+    resume: bool,
+    force: bool,
+    revision: str | None,
+    token: str | None,
+) -> RunResult:
+    started = time.perf_counter()
     accelerator = make_accelerator(recipe, out)
     with accelerator.main_process_first():
         if accelerator.is_main_process:
@@ -107,17 +121,24 @@ def finetune(
     train(run)
     save_final(run, checkpoint)
     accelerator.end_training()
+    accelerator.free_memory()
     return _result(run, time.perf_counter() - started)
 
 
-def settle(recipe: Recipe) -> None:
-    """Process-wide settings of the recipe: kernels that must run, and determinism."""
-    if recipe.require_kernels:
-        set_require_kernels(True)
+@contextlib.contextmanager
+def process_settings(recipe: Recipe) -> Iterator[None]:
+    """Kernels that must run, determinism and the seed of new adapters, as the recipe says; the first two are undone."""
+    kernels, deterministic = require_kernels(), torch.are_deterministic_algorithms_enabled()
+    set_require_kernels(recipe.require_kernels or kernels)
     torch.manual_seed(recipe.seed)
-    if recipe.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+    try:
+        if recipe.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+            torch.use_deterministic_algorithms(True)
+        yield
+    finally:
+        set_require_kernels(kernels)
+        torch.use_deterministic_algorithms(deterministic)
 
 
 def make_accelerator(recipe: Recipe, out: Path) -> Any:

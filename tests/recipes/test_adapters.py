@@ -1,6 +1,8 @@
 """LoRA: the new parameters go along, and adapter + base = merged = the trained model."""
 
 import json
+import sys
+import types
 
 import pytest
 import torch
@@ -176,6 +178,43 @@ def test_the_table_counts_both_kinds_of_layer():
 
 
 def test_without_peft_the_message_says_what_to_install(model, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UsageError, match=r"needs the package peft, .*install palimpsa-surgery\[train\]"):
         modes.add_adapters(model, load_recipe({"steps": 1, "mode": "lora"}), [1])
+
+
+@pytest.fixture
+def bitsandbytes(monkeypatch):
+    """Stands in for the package, which needs a GPU: remembers what it was asked to quantise."""
+
+    class Params4bit(torch.nn.Parameter):
+        def __new__(cls, data, requires_grad=True, quant_type=None):
+            parameter = super().__new__(cls, data, requires_grad)
+            parameter.quant_type = quant_type
+            return parameter
+
+    class Linear4bit(torch.nn.Linear):
+        def __init__(self, inputs, outputs, bias, compute_dtype, quant_type):
+            super().__init__(inputs, outputs, bias=bias)
+
+    module = types.ModuleType("bitsandbytes.nn")
+    module.Linear4bit, module.Params4bit = Linear4bit, Params4bit
+    monkeypatch.setitem(sys.modules, "bitsandbytes.nn", module)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return module
+
+
+def test_only_input_projections_are_quantised(bitsandbytes, model):
+    before = model(input_ids=IDS).logits
+    modes.quantise_frozen(model)
+    short = {name for name, module in model.named_modules() if isinstance(module, bitsandbytes.Linear4bit)}
+    assert short == {f"backbone.layers.{layer}.mixer.in_proj" for layer in (0, 1)}
+    assert not any(model.get_submodule(name).weight.requires_grad for name in short)
+    torch.testing.assert_close(model(input_ids=IDS).logits, before)
+
+
+def test_without_bitsandbytes_the_message_says_so(model, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.nn", None)
+    with pytest.raises(UsageError, match="needs the package bitsandbytes"):
+        modes.quantise_frozen(model)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from palimpsa_surgery.base.errors import OutputExistsError, TrainingError, UsageError
+from palimpsa_surgery.base.errors import KernelUnavailableError, OutputExistsError, TrainingError, UsageError
 from palimpsa_surgery.recipes import export, loop
 from palimpsa_surgery.recipes import finetune as finetune_module
 from palimpsa_surgery.recipes.finetune import finetune
@@ -204,12 +204,18 @@ def test_a_gradient_that_is_not_finite_stops_before_the_step(model_folder, recip
         finetune(model_folder, recipe, tmp_path / "run")
 
 
-def test_deterministic_runs_are_equal(model_folder, recipe, tmp_path):
-    try:
-        runs = [finetune(model_folder, {**recipe, "deterministic": True}, tmp_path / name) for name in "ab"]
-    finally:
-        torch.use_deterministic_algorithms(False)
+def test_deterministic_runs_are_equal_and_the_switch_is_put_back(model_folder, recipe, tmp_path):
+    runs = [finetune(model_folder, {**recipe, "deterministic": True}, tmp_path / name) for name in "ab"]
     assert all(torch.equal(tensors(runs[0].final)[n], t) for n, t in tensors(runs[1].final).items())
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_required_kernels_stop_the_run_where_there_are_none(model_folder, recipe, tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("kernels may run here")
+    with pytest.raises(KernelUnavailableError):
+        finetune(model_folder, {**recipe, "require_kernels": True}, tmp_path / "run")
+    finetune(model_folder, {**recipe, "steps": 1}, tmp_path / "other")
 
 
 def test_another_seed_is_another_run(model_folder, recipe, tmp_path):
