@@ -16,6 +16,7 @@ from ..base.files import load_json, output_folder, write_json, write_text
 from ..modeling.bundle import auto_map, bundle_remote_code
 from ..modeling.configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 from ..surgery.checkpoint import Checkpoint
+from ..surgery.export import card_without_surgery
 from ..surgery.loading import keeps_fp32
 from ..surgery.writer import TensorSpec, write_tensors
 from .checkpointing import full_tensor, trained_parameters
@@ -84,7 +85,7 @@ def save_tensors(
         for name, entry in checkpoint.tensors.items()
     ]
     with output_folder(out, force=force) as folder:
-        carry_along(checkpoint, folder)
+        carry_along(checkpoint, folder, out.resolve().name)
         write_tensors(folder, specs, load)
         main_dtype = checkpoint.dtype if dtype == "source" else getattr(torch, dtype)
         write_json(folder / "config.json", model_config(checkpoint, main_dtype))
@@ -94,12 +95,14 @@ def save_tensors(
     logger.info("saved %s", out)
 
 
-def carry_along(checkpoint: Checkpoint, folder: Path) -> None:
-    """Copies the files beside the weights: of a converted model all, of another one tokenizer and generation config."""
+def carry_along(checkpoint: Checkpoint, folder: Path, name: str) -> None:
+    """The files beside the weights: of a converted model all, of another one tokenizer, generation config and a card
+    that keeps its licence."""
     if checkpoint.layout != "palimpsa_mamba2":
         files = [
             path for path in (*checkpoint.tokenizer_files, checkpoint.path / "generation_config.json") if path.is_file()
         ]
+        write_text(folder / "README.md", card_without_surgery(checkpoint, name, checkpoint.palimpsa_layers))
     else:
         files = [path for path in sorted(checkpoint.path.iterdir()) if path.is_file() and not _is_weights(path)]
     for path in files:

@@ -116,7 +116,8 @@ def _figure(figure: dict[str, Any] | None, *, sign: bool = False) -> str:
 
 
 def _place(row: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {value:,}" for key, value in (row.get("at") or {}).items())
+    at = (row.get("at") or {}).items()
+    return ", ".join(f"{key} {value:,}" if isinstance(value, int) else f"{key} {value:g}" for key, value in at)
 
 
 def _metrics(content: dict[str, Any]) -> Iterator[tuple[str, str, str, float]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from ..base.errors import CheckpointError, UsageError, VerificationError
 from ..base.files import output_folder, refuse_existing, write_json, write_text
 from .card import CardFacts, license_terms, render_card
 from .checkpoint import Checkpoint, open_checkpoint
-from .convert import FP32_NAMES, copy_without_paths, output_specs, write_surroundings
 from .keymap import EMBEDDING, HEAD
+from .model_folder import FP32_NAMES, copy_without_paths, output_specs, write_surroundings
 from .report import dtype_name
 from .sources import card_metadata
 from .writer import TensorSpec, write_tensors
@@ -103,16 +103,21 @@ def _write_palimpsa(
 ) -> None:
     write_tensors(folder, specs, checkpoint.load)
     write_surroundings(checkpoint, folder, config, checkpoint.dtype)
+    write_text(folder / "README.md", card_without_surgery(checkpoint, name, config["palimpsa_layers"]))
+
+
+def card_without_surgery(checkpoint: Checkpoint, name: str, swapped: Sequence[int]) -> str:
+    """The card of a folder of ours that no conversion made; licence and base model are those of `checkpoint`."""
     facts = CardFacts(
         name=name,
         plan=None,
-        swapped=tuple(config["palimpsa_layers"]),
+        swapped=tuple(swapped),
         dtype=dtype_name(checkpoint.dtype),
         license=checkpoint.license,
         base_model=checkpoint.base_model,
         terms=license_terms(card_metadata(checkpoint.path)),
     )
-    write_text(folder / "README.md", render_card(facts))
+    return render_card(facts)
 
 
 WRITERS: dict[str, Callable[..., None]] = {"mamba_ssm": _write_mamba_ssm, "palimpsa_mamba2": _write_palimpsa}

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_STALE = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".py")
+_STALE = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 _HOLDS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".onnx", ".h5", ".msgpack")
 
 
@@ -103,7 +103,7 @@ def push(
     """Uploads what `push_to_folder` writes.
 
     A new repository is private unless `public`; one that exists keeps its visibility. A README.md in it that this
-    package has not written is kept. Weights and code of an earlier push that are no part of this one are removed.
+    package has not written is kept. Weights of an earlier push that are no part of this one are removed.
 
     Args:
         model: a model folder or an adapter folder.

@@ -23,7 +23,7 @@ from .card import CardFacts, kept_readme, license_terms, render_card
 from .card_adapter import render_adapter_card
 from .card_evaluation import EVAL_FILE, CardEvaluation, read_evaluation
 from .checkpoint import Checkpoint, open_checkpoint
-from .convert import copy_without_paths
+from .model_folder import copy_without_paths
 from .plan import read_plan
 from .profile import read_profile
 from .report import ConversionReport, dtype_name
@@ -296,9 +296,12 @@ def _cleaned(value: Any) -> Any:
 
 
 def _refuse_private(staging: Path, folder: Path, code: frozenset[str]) -> None:
-    """Raises `CheckpointError` for a text with a token, the home's path or the model folder's in it."""
-    places = [path for path in (folder.resolve().parent, Path.home()) if len(path.parts) > 1]
-    pattern = re.compile("|".join(rf"{re.escape(str(place))}(?![\w-])" for place in places) or r"(?!)")
+    """Raises `CheckpointError` for a text with a token, the home's path or the model folder's in it.
+
+    A vocabulary may hold any text as a token, so only tokens of the Hub are looked for in it.
+    """
+    places = [path for path in (folder.resolve(), Path.home()) if len(path.parts) > 1]
+    pattern = re.compile(rf"(?<![\w./:-])(?:{'|'.join(re.escape(str(place)) for place in places)})(?![\w-])")
     for path in sorted(staging.iterdir()):
         if path.suffix in (".png", ".model") or path.name in code or path.stat().st_size > _LARGEST_TEXT:
             continue
@@ -307,7 +310,8 @@ def _refuse_private(staging: Path, folder: Path, code: frozenset[str]) -> None:
             raise CheckpointError(
                 f"{path.name}: holds what looks like a Hub token; remove it from the file and revoke it on the Hub"
             )
-        if path.name != "tokenizer.json" and (found := pattern.search(text)):
+        found = None if any(fnmatch(path.name, p) for p in TOKENIZER_PATTERNS) else pattern.search(text)
+        if found:
             raise CheckpointError(
                 f"{path.name}: holds a path of this machine ({found.group()}); remove it before a push"
             )

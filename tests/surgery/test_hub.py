@@ -17,6 +17,7 @@ from palimpsa_surgery.surgery.checkpoint import open_checkpoint
 from palimpsa_surgery.surgery.convert import convert
 from palimpsa_surgery.surgery.hub import push, push_to_folder
 from palimpsa_surgery.surgery.loading import load_model
+from transformers import AutoModelForCausalLM
 
 TOKEN = "hf_" + "a" * 34
 REPO = "alice/my-model.v1"
@@ -109,6 +110,9 @@ def test_what_is_pushed_is_the_source_of_another_surgery(server, model, tmp_path
     found = open_checkpoint(REPO)
     assert found.fingerprint == open_checkpoint(model).fingerprint
     assert (found.base_model, found.license) == (REPO, "other")
+    ours = AutoModelForCausalLM.from_pretrained(REPO, dtype=torch.float32)
+    assert type(ours).__module__.startswith("palimpsa_surgery."), "with the package, its own class and no flag"
+    assert torch.equal(ours(IDS).logits, load_model(model, dtype=torch.float32)(IDS).logits)
     report = convert(REPO, tmp_path / "again", layers=(2,), beta_rank=found.config["beta_rank"], **shared(found))
     assert report.palimpsa_layers == (1, 2)
     assert f"base_model: {REPO}" in (tmp_path / "again" / "README.md").read_text()

@@ -1,6 +1,7 @@
 """What goes along with a push, and what never does."""
 
 import json
+from pathlib import Path
 
 import pico
 import pytest
@@ -148,13 +149,20 @@ def test_a_data_set_of_the_hub_keeps_its_name(model, staging):
     ("text", "message"),
     [
         ("my token is hf_" + "x" * 34, "README.md: holds what looks like a Hub token"),
-        ("see {home}/notes", "README.md: holds a path of this machine"),
+        ("see {folder}/notes", "README.md: holds a path of this machine"),
+        ("see `{home}`", "README.md: holds a path of this machine"),
     ],
 )
 def test_a_token_or_a_path_that_is_left_stops_the_push(model, staging, text, message):
-    (model / "README.md").write_text(text.format(home=model.parent))
+    (model / "README.md").write_text(text.format(folder=model, home=Path.home()))
     with pytest.raises(CheckpointError, match=message):
         prepare_upload(model, staging, NAME)
+
+
+def test_what_only_looks_like_a_path_of_this_machine_passes(model, staging):
+    (model / "README.md").write_text(f"https://example.org{Path.home()}/x and {Path.home()}-like")
+    (model / "vocab.json").write_text(json.dumps({f"{Path.home()}": 1}))
+    assert "vocab.json" in prepare_upload(model, staging, NAME).files
 
 
 def test_a_card_of_the_users_own_goes_along_as_it_is(model, staging):
