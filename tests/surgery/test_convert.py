@@ -15,9 +15,10 @@ from palimpsa_surgery.base.files import load_json
 from palimpsa_surgery.base.text import embedded_checkpoint_path, load_tokenizer
 from palimpsa_surgery.modeling import metaplasticity_off
 from palimpsa_surgery.surgery.checkpoint import open_checkpoint
-from palimpsa_surgery.surgery.convert import FP32_NAMES, MeasureOptions, convert
+from palimpsa_surgery.surgery.convert import MeasureOptions, convert
 from palimpsa_surgery.surgery.forgetting import measure
 from palimpsa_surgery.surgery.loading import load_model
+from palimpsa_surgery.surgery.model_folder import FP32_NAMES
 from palimpsa_surgery.surgery.plan import make_plan, read_plan, write_plan
 from palimpsa_surgery.surgery.profile import read_profile, write_profile
 from palimpsa_surgery.surgery.report import ConversionReport, TensorAccounts
@@ -337,7 +338,7 @@ def test_a_killed_run_leaves_no_folder_of_that_name(tmp_path):
 
 def test_shards_and_their_index(tmp_path, monkeypatch):
     pico.write_mamba_ssm(tmp_path / "source")
-    from palimpsa_surgery.surgery import convert as module
+    from palimpsa_surgery.surgery import model_folder as module
 
     class Small(module.StreamingSafetensorsWriter):
         def __init__(self, folder, specs):
