@@ -171,16 +171,14 @@ def test_the_trainer_of_transformers(lively_model, ids, tmp_path, collator):
     assert torch.equal(again(ids).logits, model.eval()(ids).logits)
 
 
-@pytest.mark.parametrize("mode", ["plain", "padded"])
-def test_torch_compile_gives_the_same_numbers_at_two_lengths(lively_model, ids, rel, mode):
+def test_torch_compile_gives_the_same_numbers_at_two_lengths(lively_model, ids, rel):
     model = lively_model(num_hidden_layers=2, palimpsa_layers=[1])
-    # Traced in full; inductor would only add minutes of C++ compilation.
-    compiled = torch.compile(model, dynamic=True, backend="aot_eager")
+    # Tracing is what may go wrong; a code generator behind it would only add minutes.
+    compiled = torch.compile(model, dynamic=True, backend="eager")
     with torch.no_grad():
-        for length in (19, 37):
+        for length, pads in ((19, 4), (37, 0)):
             mask = torch.ones_like(ids[:, :length])
-            if mode == "padded":
-                mask[0, :4] = 0
+            mask[0, :pads] = 0
             inputs = {"input_ids": ids[:, :length], "attention_mask": mask, "use_cache": False}
             real = mask == 1
             assert rel(compiled(**inputs).logits[real], model(**inputs).logits[real]) < 1e-5
