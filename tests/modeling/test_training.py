@@ -171,6 +171,7 @@ def test_the_trainer_of_transformers(lively_model, ids, tmp_path, collator):
     assert torch.equal(again(ids).logits, model.eval()(ids).logits)
 
 
+@pytest.mark.slow
 def test_torch_compile_gives_the_same_numbers_at_two_lengths(lively_model, ids, rel):
     model = lively_model(num_hidden_layers=2, palimpsa_layers=[1])
     # Tracing is what may go wrong; a code generator behind it would only add minutes.
