@@ -58,19 +58,26 @@ def segments_kernel(
 
 
 @gluon.jit
-def advance(first, last, M, J, k_row, v_row, b_row, lay: gl.constexpr):
-    """Both scaled states over tokens first .. last of a segment."""
-    for t in range(first, last):
-        k1 = k_row.index(t).load(gl.SliceLayout(0, lay))
-        v1 = v_row.index(t).load(gl.SliceLayout(1, lay))
-        b1 = b_row.index(t).load(gl.SliceLayout(1, lay))
+def advance(first, last, M, J, k_row, v_row, b_row, lay: gl.constexpr, C: gl.constexpr):
+    """Both scaled states over tokens first .. last of a segment; operands are loaded a token ahead."""
+    k1 = k_row.index(first).load(gl.SliceLayout(0, lay))
+    v1 = v_row.index(first).load(gl.SliceLayout(1, lay))
+    b1 = b_row.index(first).load(gl.SliceLayout(1, lay))
+    for t in range(first + 1, last + 1):
+        after = gl.minimum(t, C - 1)
+        k_next = k_row.index(after).load(gl.SliceLayout(0, lay))
+        v_next = v_row.index(after).load(gl.SliceLayout(1, lay))
+        b_next = b_row.index(after).load(gl.SliceLayout(1, lay))
         M = M + v1[:, None] * k1[None, :]
         J = J + b1[:, None] * (k1 * k1)[None, :]
+        k1 = k_next
+        v1 = v_next
+        b1 = b_next
     return M, J
 
 
 @gluon.jit
-def token(k1, q1, v1, b1, d1, i1, M, J, dM, dJ, s_q, s_1, s_2, s_v, s_b, lay: gl.constexpr, by_warp: gl.constexpr,
+def token(k1, q1, v1, b1, d1, i1, M, J, dM, dJ, s_q, s_k, s_v, s_b, lay: gl.constexpr, by_warp: gl.constexpr,
           N: gl.constexpr, PV: gl.constexpr, PK: gl.constexpr, LV: gl.constexpr, LK: gl.constexpr, NW: gl.constexpr):  # fmt: skip
     """One token backwards; each thread's sums go to shared memory, the sum for s is returned a warp."""
     BP: gl.constexpr = PV * LV
@@ -85,8 +92,9 @@ def token(k1, q1, v1, b1, d1, i1, M, J, dM, dJ, s_q, s_1, s_2, s_v, s_b, lay: gl
     XF = X * F
     dJ = dJ - XF
     s_q.store(gl.convert_layout(gl.sum(gl.reshape(d1[:, None] * F, [LV, PV, N]), 1), part))
-    s_1.store(gl.convert_layout(gl.sum(gl.reshape(dM * v1[:, None], [LV, PV, N]), 1), part))
-    s_2.store(gl.convert_layout(gl.sum(gl.reshape(dJ * b1[:, None], [LV, PV, N]), 1), part))
+    dk1 = gl.convert_layout(gl.sum(gl.reshape(dM * v1[:, None], [LV, PV, N]), 1), part)
+    dk2 = gl.convert_layout(gl.sum(gl.reshape(dJ * b1[:, None], [LV, PV, N]), 1), part)
+    s_k.store(dk1 + dk2 * gl.convert_layout(k1 + k1, gl.SliceLayout(0, part))[None, :])
     s_v.store(gl.sum(gl.reshape(dM * k1[None, :], [BP, KP, PK]), 2))
     s_b.store(gl.sum(gl.reshape(dJ * k2[None, :], [BP, KP, PK]), 2))
     mine = gl.reshape(gl.permute(gl.reshape(XF, [LV, PV, NW, LK, PK]), (0, 2, 3, 1, 4)), [LV, NW, LK, PV * PK])
@@ -97,12 +105,10 @@ def token(k1, q1, v1, b1, d1, i1, M, J, dM, dJ, s_q, s_1, s_2, s_v, s_b, lay: gl
 
 
 @gluon.jit
-def finish(t, s_q, s_1, s_2, s_v, s_b, k_row, e_row, over_v: gl.constexpr, over_k: gl.constexpr):
+def finish(e, s_q, s_k, s_v, s_b, over_v: gl.constexpr, over_k: gl.constexpr):
     """dq, dk of a token over keys, dv, dbeta over channels, from what the threads left in shared memory."""
-    kk = k_row.index(t).load(gl.SliceLayout(0, over_v))
-    e = e_row.index(t).load(gl.SliceLayout(1, over_k))
     dq = gl.sum(s_q.load(over_v), 0)
-    dk = gl.sum(s_1.load(over_v), 0) + 2.0 * kk * gl.sum(s_2.load(over_v), 0)
+    dk = gl.sum(s_k.load(over_v), 0)
     dv = gl.sum(s_v.load(over_k), 1) * e
     db = gl.sum(s_b.load(over_k), 1) * e
     return dq, dk, dv, db
@@ -144,13 +150,11 @@ def inside_loop_kernel(
     d_sm = gl.allocate_shared_memory(gl.float32, [C, BP], plain)
     e_sm = gl.allocate_shared_memory(gl.float32, [C, 1], plain)
     a_q = gl.allocate_shared_memory(gl.float32, [LV, N], sums_v)
-    a_1 = gl.allocate_shared_memory(gl.float32, [LV, N], sums_v)
-    a_2 = gl.allocate_shared_memory(gl.float32, [LV, N], sums_v)
+    a_k = gl.allocate_shared_memory(gl.float32, [LV, N], sums_v)
     a_v = gl.allocate_shared_memory(gl.float32, [BP, KP], sums_k)
     a_b = gl.allocate_shared_memory(gl.float32, [BP, KP], sums_k)
     c_q = gl.allocate_shared_memory(gl.float32, [LV, N], sums_v)
-    c_1 = gl.allocate_shared_memory(gl.float32, [LV, N], sums_v)
-    c_2 = gl.allocate_shared_memory(gl.float32, [LV, N], sums_v)
+    c_k = gl.allocate_shared_memory(gl.float32, [LV, N], sums_v)
     c_v = gl.allocate_shared_memory(gl.float32, [BP, KP], sums_k)
     c_b = gl.allocate_shared_memory(gl.float32, [BP, KP], sums_k)
     k_row = k_sm._reinterpret(gl.float32, [C, N], rows)
@@ -169,7 +173,7 @@ def inside_loop_kernel(
     cv = gl.arange(0, BP, layout=gl.SliceLayout(1, over_k))
     cw = gl.arange(0, NW, layout=by_warp)
     tile = ov[:, None] * N + on[None, :]
-    kept = (scratch + gl.program_id(0).to(gl.int64) * (2 * SLOTS * BP * N)) + tile
+    kept = scratch + gl.program_id(0).to(gl.int64) * (2 * SLOTS * BP * N)
     step_k = heads * (NVB * N)
     step_v = heads * P
     for work in range(gl.program_id(0), total, gl.num_programs(0)):
@@ -211,22 +215,24 @@ def inside_loop_kernel(
         ps = s_out + ((i_v * NW + cw) * n_tokens.to(gl.int64) + start) * heads + i_l
         for i in range(gl.minimum(n, SLOTS)):
             decay = gl.load(into + i)
-            M, J = advance(gl.load(cut + i), gl.load(cut + i + 1), M * decay, J * decay, k_row, v_row, b_row, lay)
+            M, J = advance(gl.load(cut + i), gl.load(cut + i + 1), M * decay, J * decay, k_row, v_row, b_row, lay, C)
             # The last segment's end is used at once, from registers.
             keep = on < gl.where(i + 1 < n, N, 0)
-            gl.store(kept + i * (2 * BP * N), M, mask=keep[None, :])
-            gl.store(kept + i * (2 * BP * N) + BP * N, J, mask=keep[None, :])
+            gl.store((kept + i * (2 * BP * N)) + tile, M, mask=keep[None, :])
+            gl.store((kept + i * (2 * BP * N) + BP * N) + tile, J, mask=keep[None, :])
         for i in range(n):
             j = n - 1 - i
             t0 = gl.load(cut + j)
             t1 = gl.load(cut + j + 1)
             have = gl.minimum(j, SLOTS - 1)
             fetch = on < gl.where((i > 0) | (j >= SLOTS), N, 0)
-            M = gl.load(kept + have * (2 * BP * N), mask=fetch[None, :], other=M)
-            J = gl.load(kept + have * (2 * BP * N) + BP * N, mask=fetch[None, :], other=J)
+            M = gl.load((kept + have * (2 * BP * N)) + tile, mask=fetch[None, :], other=M)
+            J = gl.load((kept + have * (2 * BP * N) + BP * N) + tile, mask=fetch[None, :], other=J)
             for f in range(have + 1, j + 1):
                 decay = gl.load(into + f)
-                M, J = advance(gl.load(cut + f), gl.load(cut + f + 1), M * decay, J * decay, k_row, v_row, b_row, lay)
+                M, J = advance(
+                    gl.load(cut + f), gl.load(cut + f + 1), M * decay, J * decay, k_row, v_row, b_row, lay, C
+                )
             k1 = k_row.index(t1 - 1).load(by_key)
             q1 = q_row.index(t1 - 1).load(by_key).to(gl.float32)
             v1 = v_row.index(t1 - 1).load(by_channel)
@@ -237,62 +243,14 @@ def inside_loop_kernel(
                 ta = t1 - 1 - 2 * pair
                 two = ta > t0
                 tb = gl.maximum(ta - 1, t0)
-                M, J, dM, dJ, sa = token(
-                    k1,
-                    q1,
-                    v1,
-                    b1,
-                    d1,
-                    e1 * ip,
-                    M,
-                    J,
-                    dM,
-                    dJ,
-                    a_q,
-                    a_1,
-                    a_2,
-                    a_v,
-                    a_b,
-                    lay,
-                    by_warp,
-                    N,
-                    PV,
-                    PK,
-                    LV,
-                    LK,
-                    NW,
-                )
+                M, J, dM, dJ, sa = token(k1, q1, v1, b1, d1, e1 * ip, M, J, dM, dJ, a_q, a_k, a_v, a_b, lay, by_warp, N, PV, PK, LV, LK, NW)  # fmt: skip
                 k1 = k_row.index(tb).load(by_key)
                 q1 = q_row.index(tb).load(by_key).to(gl.float32)
                 v1 = gl.where(two, v_row.index(tb).load(by_channel), 0.0)
                 b1 = gl.where(two, b_row.index(tb).load(by_channel), 0.0)
                 d1 = gl.where(two, d_row.index(tb).load(by_channel), 0.0)
                 e1 = e_row.index(tb).load(by_channel)
-                M, J, dM, dJ, sb = token(
-                    k1,
-                    q1,
-                    v1,
-                    b1,
-                    d1,
-                    e1 * ip,
-                    M,
-                    J,
-                    dM,
-                    dJ,
-                    c_q,
-                    c_1,
-                    c_2,
-                    c_v,
-                    c_b,
-                    lay,
-                    by_warp,
-                    N,
-                    PV,
-                    PK,
-                    LV,
-                    LK,
-                    NW,
-                )
+                M, J, dM, dJ, sb = token(k1, q1, v1, b1, d1, e1 * ip, M, J, dM, dJ, c_q, c_k, c_v, c_b, lay, by_warp, N, PV, PK, LV, LK, NW)  # fmt: skip
                 tn = gl.maximum(tb - 1, 0)
                 k1 = k_row.index(tn).load(by_key)
                 q1 = q_row.index(tn).load(by_key).to(gl.float32)
@@ -300,11 +258,13 @@ def inside_loop_kernel(
                 b1 = b_row.index(tn).load(by_channel)
                 d1 = d_row.index(tn).load(by_channel)
                 e1 = e_row.index(tn).load(by_channel)
+                ha = e_row.index(ta).load(gl.SliceLayout(1, over_k))
+                hb = e_row.index(tb).load(gl.SliceLayout(1, over_k))
                 ea = e_row.index(ta).load(by_warp)
                 eb = e_row.index(tb).load(by_warp)
                 gl.thread_barrier()
-                aq, ak, av, ab = finish(ta, a_q, a_1, a_2, a_v, a_b, k_row, e_row, over_v, over_k)
-                bq, bk, bv, bb = finish(tb, c_q, c_1, c_2, c_v, c_b, k_row, e_row, over_v, over_k)
+                aq, ak, av, ab = finish(ha, a_q, a_k, a_v, a_b, over_v, over_k)
+                bq, bk, bv, bb = finish(hb, c_q, c_k, c_v, c_b, over_v, over_k)
                 gl.store(pq + ta * step_k, aq.to(dq.dtype.element_ty))
                 gl.store(pk + ta * step_k, ak.to(dk.dtype.element_ty))
                 gl.store(pv + ta * step_v, av.to(dv.dtype.element_ty))

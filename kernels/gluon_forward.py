@@ -92,19 +92,19 @@ def time_loop_kernel(
     ok = kt[:, None] * (G * N) + kn[None, :]
     ox = vt[:, None] * (H * P) + vn[None, :]
     head = (start * H + i_h) * P + i_v * BP
-    pk = (k + (start * G + i_g) * N) + ok
-    pq = (q + (start * G + i_g) * N) + ok
-    pv = (v + head) + ox
-    pb = (beta + head) + ox
-    pa = (within + start * H + i_h) + vt * H
-    po = (out + head) + ov
+    pk = k + (start * G + i_g) * N
+    pq = q + (start * G + i_g) * N
+    pv = v + head
+    pb = beta + head
+    pa = within + start * H + i_h
+    po = out + head
     mk = (kt < count)[:, None]
     mv = vt < count
-    kk = gl.load(pk, mask=mk, other=0.0)
-    qq = gl.load(pq, mask=mk, other=0.0)
-    vv = gl.load(pv, mask=mv[:, None], other=0.0)
-    bb = gl.load(pb, mask=mv[:, None], other=0.0)
-    g = gl.load(pa, mask=mv, other=0.0)
+    kk = gl.load(pk + ok, mask=mk, other=0.0)
+    qq = gl.load(pq + ok, mask=mk, other=0.0)
+    vv = gl.load(pv + ox, mask=mv[:, None], other=0.0)
+    bb = gl.load(pb + ox, mask=mv[:, None], other=0.0)
+    g = gl.load(pa + vt * H, mask=mv, other=0.0)
     half = ip * 0.0 + 1.0
     for i in range(0, count, S):
         # Half of the tile's decay is taken before it and half after it: the scale is centred.
@@ -131,11 +131,11 @@ def time_loop_kernel(
         left = count - i - S
         mk = (kt < left)[:, None]
         mv = vt < left
-        kk = gl.load(pk, mask=mk, other=0.0)
-        qq = gl.load(pq, mask=mk, other=0.0)
-        vv = gl.load(pv, mask=mv[:, None], other=0.0)
-        bb = gl.load(pb, mask=mv[:, None], other=0.0)
-        g = gl.load(pa, mask=mv, other=0.0)
+        kk = gl.load(pk + ok, mask=mk, other=0.0)
+        qq = gl.load(pq + ok, mask=mk, other=0.0)
+        vv = gl.load(pv + ox, mask=mv[:, None], other=0.0)
+        bb = gl.load(pb + ox, mask=mv[:, None], other=0.0)
+        g = gl.load(pa + vt * H, mask=mv, other=0.0)
         for t in range(S):
             k1 = k_row.index(t).load(by_key)
             q1 = q_row.index(t).load(by_key)
@@ -149,7 +149,7 @@ def time_loop_kernel(
             D0, D1 = gl.split(gl.reshape(J + i1[:, None], [BP, N // 2, 2]))
             n0, n1 = gl.split(gl.reshape(M * q1[None, :], [BP, N // 2, 2]))
             o = gl.convert_layout(gl.sum((n0 * D1 + n1 * D0) * reciprocal(D0 * D1), 1), by_channel)
-            gl.store(po + t * (H * P), o.to(out.dtype.element_ty), mask=ov < gl.where(i + t < count, BP, 0))
+            gl.store((po + t * (H * P)) + ov, o.to(out.dtype.element_ty), mask=ov < gl.where(i + t < count, BP, 0))
         po += S * H * P
 
 

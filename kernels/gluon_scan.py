@@ -29,6 +29,8 @@ def unavailable(device: torch.device) -> str | None:
 
 def unsupported(shape: ScanShape) -> str | None:
     """Why these sizes cannot run, or None."""
+    if shape.head_dim // shape.beta_groups >= triton_scan.SHARED_CHANNELS:
+        return triton_scan.unsupported(shape)  # shared betas have their own kernels, with fewer limits
     if shape.dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bf16 and fp16, not {str(shape.dtype).removeprefix('torch.')}"
     if shape.state_size not in (64, 128):

@@ -10,9 +10,11 @@ from torch import Tensor
 from . import triton_backward, triton_forward, triton_states, triton_step
 from .api import ScanOutput, ScanShape, ScanState
 from .triton_blocks import make_blocks
+from .triton_shared import SharedScan
 
 CHUNK = 128
 MAX_STATE_SIZE = 256
+SHARED_CHANNELS = 8  # from so many channels a beta on, a vector of importances beats one a channel
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -58,19 +60,39 @@ def scan(q, k, v, beta, log_decay, prior, *, initial_state=None, cu_seqlens=None
 
 
 def run_scan(function, q, k, v, beta, log_decay, prior, initial_state, cu_seqlens, chunk_size, variance) -> ScanOutput:
-    """Run the autograd function `function` on every channel's own beta, whatever the number of beta groups."""
+    """Run the scan; `function` is the autograd function for a beta of every channel's own."""
     P, g = v.shape[3], beta.shape[3]
     M0, J0 = (None, None) if initial_state is None else (x.float().contiguous() for x in initial_state)
-    if g < P:
-        beta = beta.repeat_interleave(P // g, 3)
-        J0 = None if J0 is None else J0.repeat_interleave(P // g, 2)
     differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, beta, log_decay, prior))
-    var_now = variance and not differentiable
-    output, M, J, var = function.apply(q, k, v, beta, log_decay, prior, M0, J0, cu_seqlens, chunk_size, var_now)
+    now = variance and not differentiable
+    more = (cu_seqlens, chunk_size, now)
+    if P // g >= SHARED_CHANNELS:
+        output, M, J, var = _shared_scan(q, k, v, beta, log_decay, prior, M0, J0, *more)
+    elif g < P:
+        wide = beta.repeat_interleave(P // g, 3)
+        J_wide = None if J0 is None else J0.repeat_interleave(P // g, 2)
+        output, M, J, var = function.apply(q, k, v, wide, log_decay, prior, M0, J_wide, *more)
+        J, var = J[:, :, :: P // g], None if var is None else var[..., :: P // g]
+    else:
+        output, M, J, var = function.apply(q, k, v, beta, log_decay, prior, M0, J0, *more)
     if variance and differentiable:
         var = _differentiable_variance(q, k, v, beta, log_decay, prior, M0, J0, cu_seqlens, chunk_size)
-    every = P // g
-    return ScanOutput(output, ScanState(M, J[:, :, ::every]), var[..., ::every] if variance else None)
+    return ScanOutput(output, ScanState(M, J), var)
+
+
+def _shared_scan(q, k, v, beta, log_decay, prior, M0, J0, cu_seqlens, chunk_size, variance):
+    """Channels that share a beta: every beta group of a head is a head of its own, and its importance a vector."""
+    B, T, H, P = v.shape
+    g, N = beta.shape[3], k.shape[3]
+    heads = H * g
+    flat = [flat_tokens(x) for x in (q, k, v.reshape(B, T, heads, P // g), beta.reshape(B, T, heads))]
+    wide = flat_tokens(log_decay.repeat_interleave(g, 2) if g > 1 else log_decay)
+    prior = prior.repeat_interleave(g) if g > 1 else prior
+    state = (None, None) if M0 is None else (M0.reshape(-1, heads, P // g, N), J0.reshape(-1, heads, N))
+    with on_device_of(v):
+        out, M, J, var = SharedScan.apply(*flat, wide, prior, *state, B, cu_seqlens, variance)
+    var = None if var is None else var.view(B, T, H, g)
+    return out.view(B, T, H, P), M.view(-1, H, P, N), J.view(-1, H, g, N), var
 
 
 def _differentiable_variance(q, k, v, beta, log_decay, prior, M0, J0, cu_seqlens, chunk_size) -> Tensor:

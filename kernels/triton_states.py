@@ -60,18 +60,19 @@ def block_states_kernel(
     )
     length = tl.where(filled, end - start, 0).to(tl.int32)
     # Pointers move by whole steps (64 bits), what is added to them stays small (32 bits).
-    pk = (k + (start * G + i_g) * N) + ot[:, None] * (G * N) + ok[None, :]
+    pk = k + (start * G + i_g) * N
+    o_k = ot[:, None] * (G * N) + ok[None, :]
     ox = ot[:, None] * (H * P) + ov[None, :]
-    pv = (v + (start * H + i_h) * P) + ox
+    pv = v + (start * H + i_h) * P
     pb = pv
     if WITH_J:
-        pb = (beta + (start * H + i_h) * P) + ox
-    pa = (log_decay + start * H + i_h) + ot * H
+        pb = beta + (start * H + i_h) * P
+    pa = log_decay + start * H + i_h
     m = ot < length
-    kk = tl.load(pk, mask=m[:, None] & mk, other=0.0)
-    vv = tl.load(pv, mask=m[:, None] & mv, other=0.0)
-    bb = tl.load(pb, mask=m[:, None] & mv, other=0.0)
-    la = load_log_decay(pa, m)
+    kk = tl.load(pk + o_k, mask=m[:, None] & mk, other=0.0)
+    vv = tl.load(pv + ox, mask=m[:, None] & mv, other=0.0)
+    bb = tl.load(pb + ox, mask=m[:, None] & mv, other=0.0)
+    la = load_log_decay(pa + ot * H, m)
     for i in range((length + C - 1) // C):
         if i % EVERY == 0:
             at = ((first + i // EVERY).to(tl.int64) * heads + i_l) * (N * P)
@@ -84,10 +85,10 @@ def block_states_kernel(
         pb += C * H * P
         pa += C * H
         m = (i + 1) * C + ot < length
-        k_next = tl.load(pk, mask=m[:, None] & mk, other=0.0)
-        v_next = tl.load(pv, mask=m[:, None] & mv, other=0.0)
-        b_next = tl.load(pb, mask=m[:, None] & mv, other=0.0)
-        la_next = load_log_decay(pa, m)
+        k_next = tl.load(pk + o_k, mask=m[:, None] & mk, other=0.0)
+        v_next = tl.load(pv + ox, mask=m[:, None] & mv, other=0.0)
+        b_next = tl.load(pb + ox, mask=m[:, None] & mv, other=0.0)
+        la_next = load_log_decay(pa + ot * H, m)
         g = tl.cumsum(la, 0)
         g_end = tl.sum(la, 0)
         w = tl.exp(g_end - g)[:, None]
