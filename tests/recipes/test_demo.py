@@ -1,0 +1,64 @@
+"""The demo in small: every stage runs, the files are there, the commands are ones that the command line takes."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+from palimpsa_surgery.base.errors import OutputExistsError
+from palimpsa_surgery.recipes.demo import DemoOptions, demo_commands, run_demo
+
+SMALL = DemoOptions(layers=2, tokens=512, seq_len=64, steps=2, batch_size=1, loss_tokens=256, new_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    return run_demo(tmp_path_factory.mktemp("demo") / "out", options=SMALL)
+
+
+def test_every_stage_leaves_its_files(demo):
+    for name in ("profile.json", "profile.png", "plan.yaml", "report.md", "losses.png", "run/metrics.jsonl"):
+        assert (demo.folder / name).is_file(), name
+    for model in ("converted", "run/final"):
+        assert (demo.folder / model / "model.safetensors").is_file()
+    assert set(demo.seconds) == {"measure", "convert", "finetune", "evaluate", "generate"}
+
+
+def test_surgery_changes_nothing_and_fine_tuning_something(demo):
+    source, converted, tuned = (demo.losses[name].loss for name in ("source", "converted", "tuned"))
+    assert converted == pytest.approx(source, abs=1e-4)
+    assert tuned != pytest.approx(source, abs=1e-6)
+    assert [row[0] for row in demo.rows()] == ["source", "converted", "tuned"]
+
+
+def test_held_out_documents_are_no_training_text(demo):
+    train = set((demo.folder / "text" / "train.jsonl").read_text().splitlines())
+    held_out = set((demo.folder / "text" / "held-out.jsonl").read_text().splitlines())
+    assert held_out
+    assert not train & held_out
+
+
+def test_the_report_shows_losses_texts_and_commands(demo):
+    report = (demo.folder / "report.md").read_text()
+    assert all(command in report for command in demo.commands)
+    assert "![losses](losses.png)" in report
+    assert "The CREATE TABLE statement" in report
+    assert f"Layers {', '.join(map(str, demo.layers))} " in report
+
+
+def test_each_command_is_one_that_the_command_line_parses(tmp_path):
+    import typer
+    from palimpsa_surgery.cli import app
+
+    group = typer.main.get_command(app)
+    for command in demo_commands(tmp_path / "with space", DemoOptions()):
+        program, verb, *rest = shlex.split(command)
+        assert program == "palimpsa"
+        context = group.commands[verb].make_context(verb, list(rest))
+        assert any("with space" in str(value) for value in context.params.values()), command
+
+
+def test_the_folder_is_refused_when_it_holds_something(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(OutputExistsError, match="--force"):
+        run_demo(tmp_path, options=SMALL)
+    assert Path(tmp_path / "notes.txt").read_text() == "mine"
