@@ -17,6 +17,7 @@ from ..base.files import load_json
 EVAL_FILE = "eval.json"
 _TASK = {"type": "text-generation", "name": "Text generation"}
 _HARNESS = "lm_eval"
+_NOT_IN_TABLE = ("importance",)  # several rows for each layer: the picture shows them, eval.json has the figures
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def read_evaluation(path: str | Path) -> CardEvaluation:
             against=None if against is None else str(against["name"]),
             data=str(content["data"]["name"]),
             device=str(content["device"]),
-            rows=tuple(_table_row(suite, row) for suite, row in _rows(content)),
+            rows=tuple(_table_row(suite, row) for suite, row in _rows(content) if suite not in _NOT_IN_TABLE),
             pictures=_pictures(content),
             metrics=tuple(_metrics(content)),
         )

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 
 import hub_server
 import pico
@@ -164,6 +165,37 @@ def test_an_upload_that_stopped_goes_on_where_it_was(server, sharded):
     push(sharded, REPO)
     assert len(server.repositories[REPO].commits) == commits, "nothing has changed"
     assert server.count("PUT", "/large/") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # two processes that each import torch, on a machine that may be busy
+def test_a_push_that_was_killed_goes_on_where_it_was(server, sharded, tmp_path):
+    arrived, killed, first = threading.Event(), threading.Event(), []
+
+    def hang(method, path):
+        if method == "PUT" and first:
+            arrived.set()
+            killed.wait(120)
+        first.extend([path] if method == "PUT" else [])
+
+    server.refuse = hang
+    code = "import sys; from palimpsa_surgery.cli import main; sys.argv = ['palimpsa', *sys.argv[1:]]; main()"
+    environment = {**os.environ, "HF_ENDPOINT": server.address, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    command = [sys.executable, "-c", code, "push", str(sharded), REPO]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        assert arrived.wait(120)
+    finally:
+        process.kill()
+        process.wait()
+        killed.set()
+    assert list(server.repositories[REPO].files) == [".gitattributes"]
+    server.refuse = lambda method, path: None
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"private: {server.address}/{REPO}\n"
+    assert sum(path == first[0] for _, path in server.requests) == 1, "the first shard was sent once"
+    assert open_checkpoint(REPO).fingerprint
 
 
 def test_a_new_version_removes_the_shards_of_the_old_one(server, sharded, tmp_path):

@@ -85,6 +85,7 @@ def evaluation(fingerprint, path, plot="eval-loss.png"):
         device="cpu",
         suites={
             "loss": EvalSuite(rows=[row("loss", 2.5), row("hidden", 1.0, detail=True)], plot=plot),
+            "importance": EvalSuite(rows=[row("head spread", 7.0, better=None, at={"layer": 1})]),
             "speed": EvalSuite(rows=[row("decode", 100.0, unit="tokens/s", better="higher")]),
             "lm_eval": EvalSuite(rows=[row("arc_easy acc", 0.25, unit="", better="higher", at={})]),
         },
@@ -184,6 +185,7 @@ def test_the_card_says_what_the_model_is(model, staging):
     assert "(profile.png)" in card.text
     assert "| loss | loss | length 2,048 | nats | 2.5 ± 0.01 | 3.5 | -1 ± 0.002 |" in card.text
     assert "hidden" not in card.text
+    assert "head spread" not in card.text
     assert "(eval-loss.png)" in card.text
     assert {"eval.json", "eval-loss.png"} <= set(upload.files)
     results = {(r.dataset_type, r.metric_type, r.metric_name): r.metric_value for r in card.data.eval_results}
