@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-CASES = Path(__file__).with_name("test_triton_cases.py")
+CASES = [Path(__file__).with_name(n) for n in ("test_triton_cases.py", "test_triton_conv.py")]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs the cases themselves")
 def test_the_plain_kernels_under_the_interpreter():
     pytest.importorskip("triton")
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES)]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *map(str, CASES)]
     result = subprocess.run(
-        command, env=env, capture_output=True, text=True, cwd=CASES.parent.parent.parent, timeout=280
+        command, env=env, capture_output=True, text=True, cwd=CASES[0].parent.parent.parent, timeout=280
     )
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     assert " passed" in result.stdout, result.stdout[-500:]
