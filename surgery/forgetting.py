@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 FLOOR = 1e-12
 """Least A d_t in nats: 1 / (1 - exp(-FLOOR)) is still finite, and no head of a real model comes near it."""
 
+BATCH_TOKENS = 4096
+
 
 def window_of(decay: Tensor) -> Tensor:
     """1 / (1 - exp(-decay)) tokens; `decay` [...] fp64, at least `FLOOR`. expm1 keeps the digits of a small decay."""
@@ -99,7 +101,7 @@ def static_forgetting(checkpoint: Checkpoint) -> Profile:
 
 
 def measure_forgetting(
-    model: nn.Module, windows: Sequence[np.ndarray], *, batch_size: int = 4, calibrate: bool = True
+    model: nn.Module, windows: Sequence[np.ndarray], *, batch_size: int = 2, calibrate: bool = True
 ) -> list[LayerProfile]:
     """Runs the windows through the model and sums each mixer's step sizes.
 
@@ -191,7 +193,7 @@ def measure(
     tokens: int = 65536,
     seq_len: int = 2048,
     seed: int = 0,
-    batch_size: int = 4,
+    batch_size: int | None = None,
     static: bool = False,
     calibrate: bool = True,
     device: str | torch.device = "cpu",
@@ -207,7 +209,7 @@ def measure(
         tokens: how many tokens in all.
         seq_len: tokens in a window; windows longer than a head's memory are needed to see it.
         seed: of the choice of windows.
-        batch_size: windows at a time.
+        batch_size: windows at a time; by default as many as make `BATCH_TOKENS`.
         static: no text, `static_forgetting` instead.
         calibrate: also collect what the calibrated start needs; a quarter of the time.
         device: where the model runs; fp32 whatever the checkpoint's dtype.
@@ -242,5 +244,7 @@ def measure(
         tokens=about["tokens"],
         seq_len=about["seq_len"],
         seed=seed,
-        layers=measure_forgetting(model, windows, batch_size=batch_size, calibrate=calibrate),
+        layers=measure_forgetting(
+            model, windows, batch_size=batch_size or max(1, BATCH_TOKENS // about["seq_len"]), calibrate=calibrate
+        ),
     )
