@@ -110,7 +110,7 @@ def optimiser_step(run: Training, step: int) -> Step:
     targets = int(_sum(accelerator, targets))
     if targets == 0:
         raise TrainingError(f"step {step + 1}: the batch holds nothing to predict; raise data.seq_len or batch_size")
-    total = torch.zeros((), dtype=torch.float64)
+    losses: list[Tensor] = []
     run.optimizer.zero_grad(set_to_none=True)
     for index, batch in enumerate(micro):
         last = index + 1 == len(micro)
@@ -118,8 +118,8 @@ def optimiser_step(run: Training, step: int) -> Step:
             loss = run.module(**batch)
             # Processes average their gradients; the factor turns the average of sums into a mean over targets.
             accelerator.backward(loss * (accelerator.num_processes / targets))
-        total += loss.detach().double().cpu()
-    loss = _sum(accelerator, float(total)) / targets
+        losses.append(loss.detach())
+    loss = _sum(accelerator, sum(float(part) for part in losses)) / targets  # waits for the device only here
     norm = gradient_norm(run.module)
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise TrainingError(_explain(run, step, micro, loss))
