@@ -114,7 +114,7 @@ def finish(e, s_q, s_k, s_v, s_b, over_v: gl.constexpr, over_k: gl.constexpr):
     return dq, dk, dv, db
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["n_tokens"])
 def inside_loop_kernel(
     q, k, v, beta, do, within, entry, cuts, prior, M0, J0, dM_out, dJ_out, dq, dk, dv, db, s_out, table, scratch, total, head0, heads, n_tokens,
     H: gl.constexpr, G: gl.constexpr, N: gl.constexpr, P: gl.constexpr, C: gl.constexpr, NW: gl.constexpr, SLOTS: gl.constexpr,

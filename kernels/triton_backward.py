@@ -42,7 +42,7 @@ def _read_out(I, M, q, ASM: tl.constexpr, DOT: tl.constexpr):
     return R, F, E
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens"])
 def inside_kernel(
     q, k, v, beta, do, log_decay, prior, M0, J0, dM, dJ, dq, dk, dv, db, s_out, table, head0, heads, n_tokens,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, S: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
@@ -162,7 +162,7 @@ def inside_kernel(
     tl.store(dk + ph, (dkT + 2.0 * tl.trans(kf) * dk2T).to(dk.dtype.element_ty), mask=mh)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens"])
 def crossing_kernel(
     k, v, beta, log_decay, prior, M0, J0, dM, dJ, dk, dv_part, db_part, s_part, dv, db, dla, s_out, table, documents, head0, heads, n_tokens, n_blocks,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,
