@@ -2,6 +2,7 @@
 
 import torch
 import triton
+from torch.autograd.function import once_differentiable
 
 from . import gluon_backward, gluon_forward, triton_backward, triton_forward, triton_scan, triton_states
 from .api import ScanShape
@@ -74,6 +75,7 @@ class FastScan(torch.autograd.Function):
         return out.view(v.shape), *(x[blocks.count :].clone() for x in starts), None
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, do, dM, dJ, _):
         q, k, v, beta, log_decay, prior, M0, J0, cu_seqlens = ctx.saved_tensors
         flat = [flat_tokens(x) for x in (q, k, v, beta, log_decay)]

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from . import triton_scan
 from .triton_scan import on_device_of
@@ -120,6 +121,7 @@ class Conv(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         x, weight, bias, history = ctx.saved_tensors
         B, T, C = x.shape

@@ -6,6 +6,7 @@ import os
 import torch
 import triton
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from . import triton_backward, triton_forward, triton_states, triton_step
 from .api import ScanOutput, ScanShape, ScanState
@@ -135,6 +136,7 @@ class PlainScan(torch.autograd.Function):
         return out.view(v.shape), *final, var
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, do, dM, dJ, _):
         q, k, v, beta, log_decay, prior, M0, J0, cu_seqlens = ctx.saved_tensors
         flat = [flat_tokens(x) for x in (q, k, v, beta, log_decay)]

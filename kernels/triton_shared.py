@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .triton_backward import add_heads
 from .triton_blocks import Blocks, make_blocks
@@ -275,6 +276,7 @@ class SharedScan(torch.autograd.Function):
         return out, M[blocks.count :].clone(), J[blocks.count :].clone(), var
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, do, dM_last, dJ_last, _):
         with (
             torch.cuda.device(ctx.saved_tensors[2].device) if ctx.saved_tensors[2].is_cuda else contextlib.nullcontext()

@@ -113,6 +113,16 @@ def test_without_an_initial_state():
     assert max(relative(a, e) for a, e in zip(actual, expected, strict=True)) < RTOL
 
 
+def test_a_second_derivative_is_refused():
+    inputs, _ = make_inputs(1, 2, 1, 4, 8)
+    v = inputs[2].to(DEVICE).requires_grad_()
+    others = [x.to(DEVICE) for x in (*inputs[:2], *inputs[3:])]
+    output = api.metaplastic_scan(*others[:2], v, *others[2:], backend="triton").output
+    (grad,) = torch.autograd.grad((output**2).sum(), v, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
 def test_slabs_of_heads_change_nothing(monkeypatch):
     from palimpsa_surgery.kernels import triton_backward
 
