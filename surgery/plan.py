@@ -49,7 +49,7 @@ class Plan(StrictModel):
     rule: str = EXPLICIT
     layers: Annotated[tuple[Index, ...], Field(min_length=1)]
     init: Literal["identity", "calibrated", "paper"] = "identity"
-    strength: Annotated[float, Field(gt=0, le=100)] | None = None
+    strength: Annotated[float, Field(gt=0, le=10)] | None = None
     beta_rank: Annotated[int, Field(ge=1)]
     beta_groups: Annotated[int, Field(ge=1)]
     beta_scale_form: Literal["abs", "softplus"] = "abs"
