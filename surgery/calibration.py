@@ -15,7 +15,7 @@ from .profile import LayerCalibration, rounded
 
 STRIDE = 64
 PARTS = 16
-"""Parts of equal energy; with geometric means the fitted prior is within 2 % of that of the whole histogram up to a growth of 3."""
+"""Parts of equal energy; with geometric means the fitted prior is within 2 % of the histogram's up to a growth of 3."""
 
 _LOG_LOW, _LOG_HIGH, _BINS = -40.0, 24.0, 1024
 
