@@ -1,9 +1,11 @@
 """What every test may use. The suite needs no network, no GPU and nothing outside the repository."""
 
+import logging
 import os
 from pathlib import Path
 
 import pytest
+from palimpsa_surgery.base import console
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "agg")
@@ -42,15 +44,10 @@ def shared() -> Path:
 
 
 @pytest.fixture(autouse=True)
-def restored_settings():
-    """A test of the command line changes log handlers and quietness; the next test starts from the usual ones."""
-    import logging
-
-    from palimpsa_surgery.base import console
-
+def usual_settings():
+    """The command line changes log handlers and quietness, in fixtures of a whole module too; no test inherits that."""
     logger = logging.getLogger("palimpsa_surgery")
-    before = (list(logger.handlers), logger.level, logger.propagate, dict(console._settings))
-    yield
-    logger.handlers[:], logger.propagate = before[0], before[2]
-    logger.setLevel(before[1])
-    console._settings.update(before[3])
+    logger.handlers.clear()
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
+    console._settings["quiet"] = False
