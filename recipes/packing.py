@@ -83,11 +83,15 @@ class TokenStream:
         return Window(ids[:-1], targets, segments[:-1] if self.reset and segments[-2] > 0 else None)
 
     def windows(self, count: int, length: int) -> list[Window]:
-        """The first `count` windows, fewer when one epoch holds fewer; a shorter one when it does not fill one."""
+        """At most `count` windows spread evenly over one epoch, so that one long document does not stand for the text.
+
+        No token is in two of them. Fewer when an epoch holds fewer; a single shorter one when it does not fill one.
+        """
         available = (self.length - 1) // length
         if not available:
             return [self.window(0, self.length - 1)]
-        return [self.window(index * length, length) for index in range(min(count, available))]
+        count = min(count, available)
+        return [self.window(index * available // count * length, length) for index in range(count)]
 
     def _document_at(self, position: int) -> tuple[int, int]:
         """Where in the store the document at a stream position goes on, and where it ends."""

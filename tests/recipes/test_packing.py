@@ -73,6 +73,14 @@ def test_validation_windows_do_not_repeat_text():
     assert TokenStream(store(3)).windows(10, 4)[0].input_ids.tolist() == [0, 1]
 
 
+@pytest.mark.parametrize(
+    ("count", "starts"), [(1, [0]), (2, [0, 8]), (3, [0, 4, 8]), (4, [0, 4, 8, 12]), (9, [0, 4, 8, 12])]
+)
+def test_validation_windows_come_from_all_over_the_text(count, starts):
+    windows = TokenStream(store(7, 10)).windows(count, 4)
+    assert [int(w.input_ids[0]) for w in windows] == starts
+
+
 def test_too_little_text_is_refused():
     with pytest.raises(DataError, match=r"holds 1 token\(s\)"):
         TokenStream(store(1))
