@@ -488,7 +488,10 @@ def doctor(device: Device = "auto", require_kernels: RequireKernels = False, jso
         for part in found.backends:
             print(f"{part.part}: {part.chosen or 'NOTHING'}")
             print("\n".join(f"  {name}: {reason or 'works here'}" for name, reason in part.unavailable.items()) + "\n")
-        rows = [(c.name, c.error, c.tolerance, "ok" if c.ok else f"WRONG {c.note}") for c in found.checks]
+        rows = [
+            (c.name, c.error, c.tolerance, c.note if c.ok and c.note else "ok" if c.ok else f"WRONG {c.note}")
+            for c in found.checks
+        ]
         print(table(rows, ("check against fp64", "error", "limit", "")))
     if not found.ok:
         print("error: a kernel is wrong or missing here; see the lines above", file=sys.stderr)

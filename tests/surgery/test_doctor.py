@@ -101,6 +101,15 @@ def test_a_kernel_that_crashes_or_gives_nan_is_a_finding(monkeypatch, value):
     dump_json(found.to_dict())
 
 
+def test_a_kernel_that_does_not_take_these_sizes_is_not_wrong(monkeypatch):
+    monkeypatch.setattr(torch_chunk, "unsupported", lambda shape: f"it takes no {shape.dtype}", raising=False)
+    problem = doctor._Problem(torch.device("cpu"), torch.float32)
+    checks = list(problem.check_scan("torch"))
+    assert len(checks) == 3
+    assert all(check.ok and check.error is None for check in checks)
+    assert all("not used: " in check.note and "it takes no torch.float32" in check.note for check in checks)
+
+
 def test_required_kernels_that_are_missing_fail(monkeypatch):
     monkeypatch.setattr(api, "_required", True)
     found = doctor.diagnose("cpu")
