@@ -307,7 +307,7 @@ def convert(
 def finetune(
     model: Model,
     recipe: Annotated[str, typer.Option(help="Name of a shipped recipe, or a file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Recipe changes.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Recipe changes.")] = None,
     out: Annotated[Path, typer.Option("-o", "--out", help="The run folder.")] = Path("run"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run.")] = False,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Same numbers twice, or a refusal.")] = False,
@@ -388,7 +388,7 @@ def evaluate(
 @verb
 def generate(
     model: Model,
-    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to add at most.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token; above, samples.")] = 0.0,
     seed: Seed = 0,
