@@ -37,10 +37,11 @@ HEAD_DIM, STATE, PADDING = 64, 128, 16
 
 @dataclass(frozen=True)
 class Measurement:
-    """Seconds of the process, and the highest RssAnon in bytes."""
+    """Seconds of the process by the clock and of the processor (user and system), and the highest RssAnon in bytes."""
 
     seconds: float
-    peak: int
+    cpu: float
+    peak: int = 0
 
 
 def write_checkpoint(folder: Path, shape: dict[str, int]) -> Path:
@@ -102,13 +103,14 @@ def run(command: list[str]) -> Measurement:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    status = process.wait()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
     seconds = time.perf_counter() - started
     done.set()
     watcher.join()
-    if status:
-        raise SystemExit(f"{' '.join(command)}: exit code {status}")
-    return Measurement(seconds, peak)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)}: exit code {process.returncode}")
+    return Measurement(seconds, usage.ru_utime + usage.ru_stime, peak)
 
 
 def anonymous_memory(pid: int) -> int:
@@ -125,12 +127,10 @@ def convert_command(source: Path, out: Path, layers: str, verify: str) -> list[s
     return [sys.executable, "-c", program, "convert", str(source), str(out), "--layers", layers, "--verify", verify]
 
 
-def copy_seconds(source: Path, target: Path) -> float:
-    started = time.perf_counter()
-    subprocess.run(["cp", str(source), str(target)], check=True)
-    seconds = time.perf_counter() - started
+def copy(source: Path, target: Path) -> Measurement:
+    measured = run(["cp", str(source), str(target)])
     target.unlink()
-    return seconds
+    return measured
 
 
 def main() -> None:
@@ -163,15 +163,15 @@ def measure(work: Path, shape: str, modes: list[str]) -> list[dict[str, object]]
     source = write_checkpoint(work / "source", SHAPES[shape])
     weights = source / "pytorch_model.bin"
     layers = ",".join(str(layer) for layer in range(1, SHAPES[shape]["n_layer"], 8)) + ","
-    copies = [copy_seconds(weights, work / "copy")]
+    copies = [copy(weights, work / "copy")]
     rows = []
     for mode in modes:
-        start_up = run(convert_command(tiny, work / "tiny-out", "1,", mode)).seconds
+        start_up = run(convert_command(tiny, work / "tiny-out", "1,", mode))
         shutil.rmtree(work / "tiny-out")
         found = run(convert_command(source, work / "out", layers, mode))
         shutil.rmtree(work / "out")
-        copies.append(copy_seconds(weights, work / "copy"))
-        copy = statistics.median(copies)
+        copies.append(copy(weights, work / "copy"))
+        copied = statistics.median(measured.seconds for measured in copies)
         rows.append(
             {
                 "date": date.today().isoformat(),
@@ -179,9 +179,12 @@ def measure(work: Path, shape: str, modes: list[str]) -> list[dict[str, object]]
                 "bytes": weights.stat().st_size,
                 "verify": mode,
                 "seconds": round(found.seconds, 2),
-                "start_up": round(start_up, 2),
-                "copy": round(copy, 2),
-                "ratio": round((found.seconds - start_up) / copy, 2),
+                "start_up": round(start_up.seconds, 2),
+                "copy": round(copied, 2),
+                "ratio": round((found.seconds - start_up.seconds) / copied, 2),
+                "cpu": round(found.cpu, 2),
+                "start_up_cpu": round(start_up.cpu, 2),
+                "copy_cpu": round(statistics.median(measured.cpu for measured in copies), 2),
                 "peak_rss_anon": found.peak,
                 "cores": os.cpu_count(),
             }
