@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 from palimpsa_surgery import cli
+from palimpsa_surgery.recipes.config import load_recipe
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,7 +36,7 @@ def commands() -> list[list[str]]:
 
 
 def needs_the_hub(command: list[str]) -> bool:
-    return command[1].startswith("state-spaces/") or (command[0] == "push" and "--to-folder" not in command)
+    return "2.7b" in command[1] or (command[0] == "push" and "--to-folder" not in command)
 
 
 def names(command: list[str]) -> str:
@@ -81,6 +82,8 @@ def test_commands_that_need_the_hub_are_understood(command):
     verb = typer.main.get_command(cli.app).commands[command[0]]
     context = verb.make_context("palimpsa", command[1:])
     assert context.params
+    if command[0] == "finetune":
+        assert load_recipe(context.params["recipe"], context.params["overrides"]).data.train == "my-text.jsonl.gz"
 
 
 @pytest.mark.slow
