@@ -154,7 +154,7 @@ def _usage(facts: CardFacts) -> str:
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
         "\n"
         f'model = AutoModelForCausalLM.from_pretrained("{facts.name}", trust_remote_code=True)\n'
-        f'tokenizer = AutoTokenizer.from_pretrained("{facts.name}")\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{facts.name}", trust_remote_code=True)\n'
         "```\n"
         "\n"
         "The repository carries its own code, so nothing else needs to be installed. With `palimpsa-surgery`\n"

@@ -98,6 +98,7 @@ def test_the_programs_run(reader, number, monkeypatch):
         [sys.executable, "-c", program], cwd=reader, env=environment, capture_output=True, text=True, timeout=280
     )
     assert result.returncode == 0, result.stderr[-2000:]
+    assert "[y/N]" not in result.stdout + result.stderr, "transformers asks a person before it goes on"
 
 
 @pytest.mark.parametrize("block", [block for block in blocks("bash") if "venv" in block])

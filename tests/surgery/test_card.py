@@ -82,7 +82,8 @@ def test_verification_figures_or_their_absence_are_said():
 
 def test_usage_loads_with_and_without_the_package():
     card = render_card(facts())
-    assert 'from_pretrained("tiny-palimpsa", trust_remote_code=True)' in card
+    # Both calls: AutoTokenizer reads the config first, and would ask a person whether to run its code.
+    assert card.count('from_pretrained("tiny-palimpsa", trust_remote_code=True)') == 2
     assert "import palimpsa_surgery.modeling" in card
 
 
