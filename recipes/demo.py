@@ -267,6 +267,8 @@ familiarity with this text, by all parameters; the demo shows that the pipeline 
 
 ## The same as commands
 
+What they write is here already: run them with `--force`, or with other names.
+
 ```bash
 {commands}
 ```
