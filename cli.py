@@ -17,7 +17,7 @@ import typer
 
 from . import __version__
 from .base.console import human_bytes, human_count, human_seconds, setup_logging, table
-from .base.errors import EXIT_CHECK_FAILED, EXIT_FAILED, PalimpsaError
+from .base.errors import EXIT_CHECK_FAILED, EXIT_FAILED, PalimpsaError, UsageError
 
 app = typer.Typer(
     help="Give a pretrained Mamba2 a better memory: measure, plan, convert, fine-tune, evaluate, share.",
@@ -100,11 +100,18 @@ def _given(**options: Any) -> dict[str, Any]:
 
 
 def _device(name: str) -> str:
-    if name != "auto":
-        return name
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    count = torch.cuda.device_count()
+    if name == "auto":
+        return "cuda" if count else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"--device {name}: there is no such device; give auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise UsageError(f"--device {name}: this machine has {count} CUDA devices; give auto, cpu or one that is there")
+    return name
 
 
 def _require_kernels(required: bool) -> None:
@@ -232,7 +239,7 @@ def plan(
         beta_rank=beta_rank,
         beta_groups=beta_groups,
         seed=seed,
-        **_given(layers=layers and parse_layers(layers), rule=rule, init=init),
+        **_given(layers=None if layers is None else parse_layers(layers), rule=rule, init=init),
     )
     write_plan(made, out)
     if json:
@@ -279,7 +286,7 @@ def convert(
         out,
         plan=plan,
         profile=profile,
-        layers=layers and parse_layers(layers),
+        layers=None if layers is None else parse_layers(layers),
         measuring=MeasureOptions(
             **_given(data=data, tokens=tokens, seq_len=seq_len, seed=seed, tokenizer=tokenizer), device=_device(device)
         ),

@@ -127,6 +127,25 @@ def refuse_existing(path: str | Path, *, force: bool) -> None:
     raise OutputExistsError(f"{path}: is a {kind}; choose another output, or give --force to replace it")
 
 
+def refuse_to_delete(path: str | Path, *inputs: str | Path) -> None:
+    """Raises `OutputExistsError` when replacing `path` would delete an input, or the folder that the user works in.
+
+    `--force` replaces a folder as a whole. An input that is `path` itself is what the user named; one that only lies
+    somewhere below it, like the current and the home directory, would go by accident.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return
+    whole, here = path.resolve(), Path.cwd()
+    below = [Path(kept).resolve() for kept in inputs if whole in Path(kept).resolve().parents]
+    below += [kept for kept in (here, Path.home()) if whole in (kept, *kept.parents)]
+    if below:
+        raise OutputExistsError(
+            f"{path}: replacing this folder would delete {below[0].name or below[0]}, which is in use and lies in it; "
+            "choose another output"
+        )
+
+
 @contextlib.contextmanager
 def output_folder(path: str | Path, *, force: bool = False) -> Iterator[Path]:
     """Yields a temporary sibling of `path` that takes its place only when the block ends without an error.

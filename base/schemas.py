@@ -168,6 +168,10 @@ def _sentence(cls: type[pydantic.BaseModel], fault: Any) -> str:
         return str(context.get("error", fault["msg"]))
     if kind == "literal_error":
         return f"is {shown}, expected {context['expected']}"
+    if kind == "too_short":
+        return f"is {shown}, expected at least {context['min_length']} entry in it"
+    if kind == "tuple_type":
+        return f"is {shown}, expected a list"
     message = fault["msg"].removeprefix("Input should be ")
     return f"is {shown}, expected {message}"
 

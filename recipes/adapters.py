@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..base.errors import CheckpointError, UsageError
-from ..base.files import load_json, output_folder, write_json
+from ..base.files import load_json, output_folder, refuse_to_delete, write_json
 from ..base.schemas import StrictModel, read_model, write_model
 from ..surgery.checkpoint import Checkpoint, open_checkpoint
 from ..surgery.loading import load_model
@@ -137,6 +137,8 @@ def merge(
         raise UsageError(f"--dtype {dtype}: there is no such dtype; choose one of {', '.join(MERGED_DTYPES)}")
     adapter = find_adapter(run)
     checkpoint = open_base(adapter, base)
+    if force:
+        refuse_to_delete(out, adapter, checkpoint.path)
     load = merged_tensors(load_file(adapter / TENSORS), adapter_scale(load_json(adapter / CONFIG)), checkpoint)
     recipe = Path(run) / "recipe.yaml"
     save_tensors(checkpoint, Path(out), load, dtype, load_recipe(recipe) if recipe.is_file() else None, force=force)

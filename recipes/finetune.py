@@ -106,10 +106,11 @@ def _finetune(
 ) -> RunResult:
     started = time.perf_counter()
     accelerator = make_accelerator(recipe, out)
+    # Before anything is cleared: a model that cannot be read must not cost the run that was there.
+    checkpoint = open_checkpoint(model_folder, revision=revision, token=token)
     with accelerator.main_process_first():
         if accelerator.is_main_process:
-            prepare_run_folder(out, recipe, resume=resume, force=force)
-    checkpoint = open_checkpoint(model_folder, revision=revision, token=token)
+            prepare_run_folder(out, recipe, resume=resume, force=force, model=checkpoint.path)
     run = assemble(accelerator, checkpoint, recipe, out)
     found = latest_checkpoint(out / "checkpoints") if resume else None
     if found is not None:
@@ -163,8 +164,8 @@ def make_accelerator(recipe: Recipe, out: Path) -> Any:
     return accelerator
 
 
-def prepare_run_folder(out: Path, recipe: Recipe, *, resume: bool, force: bool) -> None:
-    """Makes `out` ready: refuses to mix two runs, clears what a kill left, writes the resolved recipe."""
+def prepare_run_folder(out: Path, recipe: Recipe, *, resume: bool, force: bool, model: Path) -> None:
+    """Makes `out` ready: refuses to mix two runs or to clear the model to train, writes the resolved recipe."""
     if out.is_file():
         raise OutputExistsError(f"{out}: is a file; give a folder for the run")
     used = [
@@ -176,6 +177,11 @@ def prepare_run_folder(out: Path, recipe: Recipe, *, resume: bool, force: bool) 
         )
     out.mkdir(parents=True, exist_ok=True)
     if used and not resume:
+        trained = [name for name in used if (out / name).resolve() in (model.resolve(), *model.resolve().parents)]
+        if trained:
+            raise OutputExistsError(
+                f"{out}: replacing this run would delete {trained[0]}, the model to train; give another run folder"
+            )
         for name in used:
             path = out / name
             shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..base.errors import UsageError, VerificationError
-from ..base.files import output_folder, refuse_existing, write_text
+from ..base.files import output_folder, refuse_existing, refuse_to_delete, write_text
 from ..base.schemas import write_model
 from .card import CardFacts, kept_readme, license_terms, render_card
 from .forgetting import measure, static_forgetting
@@ -101,6 +101,8 @@ def convert(
         raise UsageError(f"--dtype {dtype}: there is no such dtype; choose one of {', '.join(DTYPES)}")
     measuring = measuring or MeasureOptions()
     checkpoint = open_checkpoint(src, revision=revision, token=token) if isinstance(src, str | Path) else src
+    if force:
+        refuse_to_delete(out, checkpoint.path)
     mode = choose_mode(checkpoint, verify)
     plan, profile = _settle(checkpoint, plan, profile, layers, plan_options, measuring)
     stored = DTYPES[dtype] if dtype else checkpoint.dtype

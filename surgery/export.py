@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..base.console import progress
 from ..base.errors import CheckpointError, UsageError, VerificationError
-from ..base.files import output_folder, refuse_existing, write_json, write_text
+from ..base.files import output_folder, refuse_existing, refuse_to_delete, write_json, write_text
 from .card import CardFacts, license_terms, render_card
 from .checkpoint import Checkpoint, open_checkpoint
 from .keymap import EMBEDDING, HEAD
@@ -64,6 +64,8 @@ def export(
         raise UsageError(f"--layout {layout}: there is no such layout to write; choose one of {', '.join(WRITERS)}")
     refuse_existing(out, force=force)
     checkpoint = src if isinstance(src, Checkpoint) else open_checkpoint(src, revision=revision, token=token)
+    if force:
+        refuse_to_delete(out, checkpoint.path)
     swapped = checkpoint.palimpsa_layers
     if swapped and layout == "mamba_ssm" and not off:
         raise UsageError(

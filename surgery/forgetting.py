@@ -86,6 +86,9 @@ def static_forgetting(checkpoint: Checkpoint) -> Profile:
     """Estimates the figures from A_log and dt_bias alone, as if the projection of every token gave zero.
 
     Needs no text and reads two small tensors a layer; a rough guide, labelled `static` wherever it is shown.
+
+    Raises:
+        CheckpointError: a figure is not finite.
     """
     config = checkpoint.config
     low, high = (None if limit is None else float(limit) for limit in config.get("time_step_limit") or (0.0, None))
@@ -96,6 +99,11 @@ def static_forgetting(checkpoint: Checkpoint) -> Profile:
         strength = checkpoint.load(prefix + "A_log").double().exp()
         step = nn.functional.softplus(checkpoint.load(prefix + "dt_bias").double()).clamp(low, high)
         decay = (strength * step).clamp_min(FLOOR)
+        if not bool(decay.isfinite().all()):
+            raise CheckpointError(
+                f"{checkpoint.source_id}: layer {layer}: A_log or dt_bias gives a forget rate that is not finite; the "
+                "checkpoint's weights are damaged, copy or download them again"
+            )
         layers.append(_layer_profile(layer, decay, window_of(decay), layer in swapped))
     return Profile(method="static", source=checkpoint.source_id, fingerprint=checkpoint.fingerprint, layers=layers)
 

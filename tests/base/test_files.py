@@ -226,3 +226,23 @@ def test_a_parent_that_is_a_file(tmp_path):
         files.write_text(tmp_path / "file" / "plan.yaml", "x")
     with pytest.raises(OutputError, match="cannot be written"), files.output_folder(tmp_path / "file" / "out"):
         pytest.fail("the block must not run")
+
+
+@pytest.mark.parametrize("where", [".", "deep/er"])
+def test_a_forced_replacement_never_deletes_an_input_inside_it(tmp_path, where):
+    whole, kept = tmp_path / "models", tmp_path / "models" / where / "source"
+    kept.mkdir(parents=True)
+    with pytest.raises(OutputExistsError, match="would delete source, which is in use"):
+        files.refuse_to_delete(whole, kept)
+    files.refuse_to_delete(kept, kept)  # named by the user
+    files.refuse_to_delete(kept, whole)
+    files.refuse_to_delete(tmp_path / "models-2", kept)
+
+
+@pytest.mark.parametrize("output", [".", "..", "../../work"])
+def test_a_forced_replacement_never_deletes_the_current_folder(tmp_path, monkeypatch, output):
+    here = tmp_path / "work" / "here"
+    here.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    with pytest.raises(OutputExistsError, match="would delete here"):
+        files.refuse_to_delete(output)

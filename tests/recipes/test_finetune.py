@@ -2,10 +2,17 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
-from palimpsa_surgery.base.errors import KernelUnavailableError, OutputExistsError, TrainingError, UsageError
+from palimpsa_surgery.base.errors import (
+    CheckpointError,
+    KernelUnavailableError,
+    OutputExistsError,
+    TrainingError,
+    UsageError,
+)
 from palimpsa_surgery.recipes import export, loop
 from palimpsa_surgery.recipes import finetune as finetune_module
 from palimpsa_surgery.recipes.finetune import finetune
@@ -249,3 +256,15 @@ def test_from_the_identity_start_everything_new_moves_within_a_few_steps(recipe,
     for part in ("beta_down", "beta_up"):
         before, after = getattr(gate, part).weight, getattr(trained, part).weight
         assert (after - before).norm() > 1e-3 * before.norm(), part
+
+
+def test_force_keeps_the_run_when_the_model_is_in_it_or_cannot_be_read(model_folder, recipe, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(model_folder, out / "final")
+    (out / "metrics.jsonl").write_text("")
+    with pytest.raises(OutputExistsError, match="would delete final, the model to train"):
+        finetune(out / "final", recipe, out, overrides=["steps=1"], force=True)
+    with pytest.raises(CheckpointError, match="missing"):
+        finetune(tmp_path / "missing", recipe, out, overrides=["steps=1"], force=True)
+    assert (out / "metrics.jsonl").exists()
+    assert tensors(out / "final").keys() == tensors(model_folder).keys()

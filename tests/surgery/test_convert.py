@@ -376,3 +376,12 @@ def test_a_tokenizer_that_was_named_comes_along(tmp_path):
     loaded = load_tokenizer(tmp_path / "out")
     assert loaded("hello")["input_ids"] == load_tokenizer(embedded_checkpoint_path())("hello")["input_ids"]
     assert str(embedded_checkpoint_path()) not in (tmp_path / "out" / "tokenizer_config.json").read_text()
+
+
+def test_force_does_not_delete_a_source_inside_the_output(tmp_path):
+    source = tmp_path / "models" / "source"
+    pico.write_mamba_ssm(source)
+    (tmp_path / "models" / "mine.txt").write_text("mine")
+    with pytest.raises(OutputExistsError, match="would delete source"):
+        convert(source, tmp_path / "models", layers=[0], verify="none", force=True)
+    assert sorted(path.name for path in (tmp_path / "models").iterdir()) == ["mine.txt", "source"]

@@ -201,6 +201,16 @@ def test_static_figures_come_from_the_weights_alone():
     assert profile.layers[3].calibration is None
 
 
+@pytest.mark.parametrize(("name", "value"), [("A_log", math.nan), ("A_log", 1e4), ("dt_bias", math.inf)])
+def test_damaged_weights_have_no_static_figures(tmp_path, name, value):
+    def damage(tensors):
+        return {key: t.fill_(value) if key.endswith(f"layers.1.mixer.{name}") else t for key, t in tensors.items()}
+
+    pico.write_mamba_ssm(tmp_path / "source", edit=damage)
+    with pytest.raises(CheckpointError, match="source: layer 1: A_log or dt_bias gives a forget rate that is not fin"):
+        static_forgetting(open_checkpoint(tmp_path / "source"))
+
+
 def test_the_profile_names_text_source_and_amount():
     profile = measure(embedded_checkpoint_path(), tokens=300, seq_len=128, seed=3)
     assert (profile.data, profile.tokens, profile.seq_len, profile.seed) == ("embedded:sqlite-docs", 256, 128, 3)

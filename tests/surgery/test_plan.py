@@ -141,7 +141,8 @@ def test_a_written_plan_reads_back_the_same_and_explains_itself(tmp_path):
     [
         ({"layer": [1]}, r"plan\.yaml:layer: there is no such key; did you mean layers\?"),
         ({"beta_rnk": 4}, r"plan\.yaml:beta_rnk: .*did you mean beta_rank\?"),
-        ({"layers": []}, r"plan\.yaml:layers: is \[\]"),
+        ({"layers": []}, r"plan\.yaml:layers: is \[\], expected at least 1 entry in it"),
+        ({"layers": 3}, r"plan\.yaml:layers: is 3, expected a list"),
         ({"layers": [3, 3]}, r"plan\.yaml:layers: layer 3 is listed twice"),
         ({"layers": [-1]}, r"plan\.yaml:layers\.0: is -1"),
         ({"layers": ["a"]}, r"plan\.yaml:layers\.0: is 'a'"),
