@@ -58,8 +58,8 @@ class DemoOptions:
     tokens: int = 16384
     seq_len: int = 512
     steps: int = 30
-    batch_size: int = 4
-    loss_tokens: int = 12288
+    batch_size: int = 3
+    loss_tokens: int = 8192
     new_tokens: int = 40
     seed: int = 0
 
