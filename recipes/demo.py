@@ -172,6 +172,7 @@ def _overrides(out: Path, options: DemoOptions) -> list[str]:
         "data.val": out / "text" / "held-out.jsonl",
         "data.seq_len": options.seq_len,
         "steps": options.steps,
+        "lr": 2e-4,
         "batch_size": options.batch_size,
         "seed": options.seed,
         "eval_every": 0,
@@ -226,10 +227,11 @@ def _plot_losses(history: list[dict], losses: dict[str, LossResult], path: Path)
     left.plot(*zip(*steps, strict=True), color="#1f77b4", linewidth=1.2)
     left.set(xlabel="step", ylabel="training loss (nats a token)")
     left.set_title("fine-tuning the converted model", fontsize=9)
-    right.bar(list(losses), [r.loss for r in losses.values()], yerr=[r.stderr for r in losses.values()], capsize=3)
-    lowest, highest = min(r.loss - r.stderr for r in losses.values()), max(r.loss + r.stderr for r in losses.values())
-    right.set_ylim(lowest - 0.3 * (highest - lowest) - 0.01, highest + 0.1 * (highest - lowest) + 0.01)
-    right.set_title("loss on held-out text", fontsize=9)
+    pairs = {name: paired_difference(losses["source"], losses[name]) for name in ("converted", "tuned")}
+    values, errors = zip(*pairs.values(), strict=True)
+    right.bar(list(pairs), values, yerr=errors, capsize=3)
+    right.axhline(0, color="black", linewidth=0.8)
+    right.set_title("held-out loss less the source's", fontsize=9)
     for axes in (left, right):
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
