@@ -326,3 +326,14 @@ def test_the_page_lists_every_option(verb):
         if parameter.param_type_name == "option" and parameter.name not in ("verbose", "quiet"):
             listed = f"`{', '.join(sorted(parameter.opts, key=len))}`"
             assert listed in section.group(), f"{verb}: {listed}"
+
+
+@pytest.mark.parametrize(("before", "after"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
+def test_threads_wait_without_spinning_unless_told(before, after):
+    show = "cli.app = lambda: print(os.environ['OMP_WAIT_POLICY'])"
+    program = f"import os; from palimpsa_surgery import cli; {show}; cli.main()"
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | before
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment, check=True
+    )
+    assert result.stdout.strip() == after
