@@ -58,8 +58,7 @@ def model_key(module: nn.Module, layers: list[int]) -> str:
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """The complete checkpoint with the highest step in `RUN/checkpoints`, or None."""
-    found = [path for path in folder.glob("step-*") if (path / _STATE).is_file()]
-    return max(found, key=_step_of, default=None)
+    return max(filter(_is_whole, _step_folders(folder)), key=_step_of, default=None)
 
 
 def save_checkpoint(
@@ -93,9 +92,13 @@ def save_checkpoint(
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints, and what killed runs left half-written."""
-    whole = sorted((path for path in folder.glob("step-*") if (path / _STATE).is_file()), key=_step_of)
-    for path in [*whole[: max(0, len(whole) - keep)], *folder.glob(".step-*.tmp-*")]:
+    """Removes all but the newest `keep` checkpoints, and what killed runs left half-written or half-removed.
+
+    A folder of any other name, such as a checkpoint that a user renamed to keep it, is left alone.
+    """
+    kept = sorted(filter(_is_whole, _step_folders(folder)), key=_step_of)[-keep:]
+    outdated = [path for path in _step_folders(folder) if path not in kept]
+    for path in [*outdated, *folder.glob(".step-*.tmp-*")]:
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -192,6 +195,13 @@ def _like(value: Tensor, parameter: Tensor) -> Tensor:
     return value.to(parameter.device)
 
 
+def _step_folders(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdecimal()]
+
+
 def _step_of(path: Path) -> int:
-    number = path.name.removeprefix("step-")
-    return int(number) if number.isdigit() else -1
+    return int(path.name.removeprefix("step-"))
+
+
+def _is_whole(path: Path) -> bool:
+    return (path / _STATE).is_file()

@@ -80,7 +80,32 @@ def test_half_written_folders_are_not_seen_and_cleared(tmp_path):
     (tmp_path / ".step-7.tmp-abc").mkdir()
     assert latest_checkpoint(tmp_path).name == "step-1"
     prune(tmp_path, 2)
-    assert not (tmp_path / ".step-7.tmp-abc").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
+@pytest.mark.parametrize(
+    "left", [(), ("state.json",), ("training.safetensors",), ("training.safetensors", "state.json")]
+)
+def test_a_kill_amid_pruning_leaves_nothing_for_good(left, tmp_path):
+    net, optimizer = trained_net()
+    for step in (1, 2):
+        save_checkpoint(tmp_path, net, optimizer, position(step), keep=2)
+    for file in (tmp_path / "step-1").iterdir():
+        if file.name not in left:
+            file.unlink()
+    prune(tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
+
+
+def test_folders_of_other_names_are_the_users(tmp_path):
+    net, optimizer = trained_net()
+    for step in (1, 2):
+        save_checkpoint(tmp_path, net, optimizer, position(step), keep=2)
+    (tmp_path / "step-1").rename(tmp_path / "step-1-good")
+    (tmp_path / "step-notes").mkdir()
+    prune(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1-good", "step-2", "step-notes"]
+    assert latest_checkpoint(tmp_path).name == "step-2"
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
