@@ -47,7 +47,9 @@ Init = Annotated[str | None, typer.Option(help="How the layers start: identity (
 Strength = Annotated[float | None, typer.Option(help="Mean growth of importance; for the calibrated start.")]
 BetaRank = Annotated[int | None, typer.Option(help="Rank of the importance gate.")]
 BetaGroups = Annotated[int | None, typer.Option(help="Importances per head, a divisor of the head size.")]
-ProfileFile = Annotated[Path | None, typer.Option(help="profile.json of the same checkpoint, to choose by.")]
+ProfileFile = Annotated[
+    str | None, typer.Option(metavar="FILE", help="profile.json of the same checkpoint, to choose by.")
+]
 RequireKernels = Annotated[bool, typer.Option("--require-kernels", help="Fail where plain torch would step in.")]
 
 
@@ -130,7 +132,7 @@ def _options(version: Annotated[bool, typer.Option("--version", help="Print the 
 
 @verb
 def demo(
-    out: Annotated[Path, typer.Option("-o", "--out", help="The folder to make.")] = Path("palimpsa-demo"),
+    out: Annotated[str, typer.Option("-o", "--out", metavar="FOLDER", help="The folder to make.")] = "palimpsa-demo",
     tokens: Annotated[int | None, typer.Option(help="Of text to measure on (16384).")] = None,
     steps: Annotated[int | None, typer.Option(help="Of fine-tuning (30).")] = None,
     force: Force = False,
@@ -163,9 +165,9 @@ def inspect(src: Source, revision: Revision = None, json: Json = False) -> None:
 @verb
 def measure(
     src: Source,
-    out: Annotated[Path, typer.Option("-o", "--out", help="The profile; a heat map goes beside it.")] = Path(
-        "profile.json"
-    ),
+    out: Annotated[
+        str, typer.Option("-o", "--out", metavar="FILE", help="The profile; a heat map goes beside it.")
+    ] = "profile.json",
     data: Data = None,
     tokens: Tokens = 65536,
     seq_len: SeqLen = 2048,
@@ -198,13 +200,14 @@ def measure(
         revision=revision,
     )
     write_profile(profile, out)
-    plot_profile(profile, out.with_suffix(".png"))
+    picture = Path(out).with_suffix(".png")
+    plot_profile(profile, picture)
     if json:
         _print_json(profile.model_dump(mode="json"))
         return
     rows = [(x.layer, x.window, x.rate, "swapped" if x.swapped else "") for x in profile.layers]
     print(table(rows, ("layer", "window (tokens)", "rate (nats/token)", "")))
-    print(f"\n{profile.source}: {profile.describe()}\nwrote {out} and {out.with_suffix('.png')}")
+    print(f"\n{profile.source}: {profile.describe()}\nwrote {out} and {picture}")
 
 
 @verb
@@ -218,7 +221,9 @@ def plan(
     beta_rank: BetaRank = None,
     beta_groups: BetaGroups = None,
     seed: Seed = 0,
-    out: Annotated[Path, typer.Option("-o", "--out", help="The plan, to be read and edited.")] = Path("plan.yaml"),
+    out: Annotated[
+        str, typer.Option("-o", "--out", metavar="FILE", help="The plan, to be read and edited.")
+    ] = "plan.yaml",
     revision: Revision = None,
     force: Force = False,
     json: Json = False,
@@ -255,8 +260,10 @@ def plan(
 @verb
 def convert(
     src: Source,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The model folder to write.")],
-    plan: Annotated[Path | None, typer.Option(help="A plan.yaml; otherwise one is made from the options.")] = None,
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The model folder to write.")],
+    plan: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A plan.yaml; otherwise one is made from the options.")
+    ] = None,
     layers: Layers = None,
     profile: ProfileFile = None,
     rule: Rule = None,
@@ -315,7 +322,7 @@ def finetune(
     model: Model,
     recipe: Annotated[str, typer.Option(help="Name of a shipped recipe, or a file.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Recipe changes.")] = None,
-    out: Annotated[Path, typer.Option("-o", "--out", help="The run folder.")] = Path("run"),
+    out: Annotated[str, typer.Option("-o", "--out", metavar="FOLDER", help="The run folder.")] = "run",
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run.")] = False,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Same numbers twice, or a refusal.")] = False,
     require_kernels: RequireKernels = False,
@@ -348,7 +355,9 @@ def evaluate(
     suite: Annotated[str | None, typer.Option(help="Some of loss,positions,recall,needle,speed,importance.")] = None,
     lm_eval: Annotated[str | None, typer.Option(help="Tasks of lm-evaluation-harness, with commas.")] = None,
     lm_eval_limit: Annotated[int | None, typer.Option(help="Questions of each task at most.")] = None,
-    out: Annotated[Path, typer.Option("-o", "--out", help="The report; pictures go beside it.")] = Path("eval.json"),
+    out: Annotated[
+        str, typer.Option("-o", "--out", metavar="FILE", help="The report; pictures go beside it.")
+    ] = "eval.json",
     data: Data = None,
     lengths: Annotated[str, typer.Option(help="Tokens of a sequence, with commas.")] = "512,2048",
     tokens: Annotated[int, typer.Option(help="Of text at each length.")] = 16384,
@@ -428,7 +437,7 @@ def generate(
 @verb
 def merge(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A lora or qlora run, or its adapter folder.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The model folder to write.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The model folder to write.")],
     base: Annotated[str | None, typer.Option(help="The model that was trained, when it is not on the Hub.")] = None,
     dtype: Annotated[str, typer.Option(help="Of the matrices: source, float32, bfloat16, float16.")] = "source",
     force: Force = False,
@@ -442,7 +451,7 @@ def merge(
 @verb
 def export(
     model: Model,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write.")],
     layout: Annotated[str, typer.Option(help="mamba_ssm, or palimpsa_mamba2.")] = "mamba_ssm",
     off: Annotated[bool, typer.Option("--off", help="Leave the importance of swapped layers out.")] = False,
     revision: Revision = None,
@@ -456,11 +465,13 @@ def export(
 
 @verb
 def push(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A model folder or an adapter folder.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder or an adapter folder.")],
     repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="owner/name on the Hub.")],
     public: Annotated[bool, typer.Option("--public", help="Make a new repository public; it is private else.")] = False,
-    to_folder: Annotated[Path | None, typer.Option(help="Write what would be uploaded there, upload nothing.")] = None,
-    evaluation: Annotated[Path | None, typer.Option("--eval", help="eval.json for the card.")] = None,
+    to_folder: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Write what would be uploaded there, upload nothing.")
+    ] = None,
+    evaluation: Annotated[str | None, typer.Option("--eval", metavar="FILE", help="eval.json for the card.")] = None,
     base: Annotated[str | None, typer.Option(help="Hub id of an adapter's base.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace another model, or a folder that exists.")] = False,
     json: Json = False,

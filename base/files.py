@@ -9,14 +9,25 @@ import os
 import secrets
 import shutil
 from collections.abc import Hashable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from .errors import OutputError, OutputExistsError, PalimpsaError, SchemaError
+from .errors import OutputError, OutputExistsError, PalimpsaError, SchemaError, UsageError
 
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+
+
+def named_path(path: str | Path, what: str) -> Path:
+    """`path` as a `Path`; `UsageError` for an empty text, which `Path` would take for the current folder.
+
+    An unset variable in a script gives such a text, and nobody means the current folder by it.
+    """
+    if path == "":
+        raise UsageError(f"the name of the {what} is empty; give one (. is the current folder)")
+    return Path(path)
 
 
 def dump_json(value: Any) -> str:
@@ -88,8 +99,9 @@ def write_bytes(path: str | Path, content: bytes) -> None:
 
     Raises:
         OutputError: the disk is full, the folder is not writable, or the path is a folder.
+        UsageError: an empty name.
     """
-    path = Path(path)
+    path = named_path(path, "output")
     with _disk_errors(path, every=True):
         if path.exists() and not path.is_file() and not path.is_dir():
             path.write_bytes(content)
@@ -120,7 +132,7 @@ def write_json(path: str | Path, value: Any) -> None:
 
 def refuse_existing(path: str | Path, *, force: bool) -> None:
     """Raises `OutputExistsError` for a file, or a folder with something in it, unless `force`."""
-    path = Path(path)
+    path = named_path(path, "output")
     if force or not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     kind = "folder that is not empty" if path.is_dir() else "file"
@@ -133,7 +145,7 @@ def refuse_to_delete(path: str | Path, *inputs: str | Path) -> None:
     `--force` replaces a folder as a whole. An input that is `path` itself is what the user named; one that only lies
     somewhere below it, like the current and the home directory, would go by accident.
     """
-    path = Path(path)
+    path = named_path(path, "output")
     if not path.is_dir():
         return
     whole, here = path.resolve(), Path.cwd()
@@ -168,11 +180,24 @@ def output_folder(path: str | Path, *, force: bool = False) -> Iterator[Path]:
         with _disk_errors(path, every=False):
             yield temporary
         with _disk_errors(path, every=True):
-            _flush(temporary)
+            _flush(_files_below(temporary))
             _take_place(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+@contextlib.contextmanager
+def flushing(folder: str | Path) -> Iterator[None]:
+    """Flushes the files that are in `folder` now to the disk while the block runs; waits for that at its end.
+
+    Large files written just before an `output_folder` is complete then cost no time of their own. An error of the
+    flush is raised at the end of the block.
+    """
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="flush") as thread:
+        flushed = thread.submit(_flush, _files_below(Path(folder)))
+        yield
+        flushed.result()
 
 
 def _take_place(temporary: Path, path: Path) -> None:
@@ -196,15 +221,18 @@ def _temporary_sibling(path: Path) -> Path:
     return path.parent / f".{path.name}.tmp-{secrets.token_hex(4)}"
 
 
-def _flush(folder: Path) -> None:
-    """fsync of every file below `folder`: an error of a delayed write shows here, not after the rename."""
-    for file in folder.rglob("*"):
-        if file.is_file() and not file.is_symlink():
-            handle = os.open(file, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+def _files_below(folder: Path) -> list[Path]:
+    return [file for file in folder.rglob("*") if file.is_file() and not file.is_symlink()]
+
+
+def _flush(files: list[Path]) -> None:
+    """fsync of every file: an error of a delayed write shows here, not after the rename."""
+    for file in files:
+        handle = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import pydantic
 import yaml
 
 from .errors import PalimpsaError, SchemaError
-from .files import dump_json, load_json, load_yaml, write_text
+from .files import dump_json, load_json, load_yaml, named_path, write_text
 
 
 class StrictPart(pydantic.BaseModel):
@@ -82,10 +82,11 @@ def read_model(cls: type[M], path: str | Path, *, error: type[PalimpsaError] = S
     """Reads a `.json`, `.yaml` or `.yml` file as a `cls`.
 
     Raises:
+        UsageError: an empty name.
         SchemaError: the file does not exist, cannot be parsed, or its version is not read.
         PalimpsaError: of class `error`, for faults of its content.
     """
-    path = Path(path)
+    path = named_path(path, cls.__name__.lower())
     data = load_json(path) if _is_json(path) else load_yaml(path)
     return validate_model(cls, data, str(path), error=error)
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from .errors import CheckpointError, DataError, UsageError
+from .files import named_path
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +56,11 @@ def iter_documents(data: str | Path | None = None) -> Iterator[str]:
 
     Raises:
         DataError: what cannot be read, as `file:line`.
+        UsageError: an empty name.
     """
     if data is None or str(data) == EMBEDDED_TEXT:
         data = embedded_text_path()
-    path = Path(data)
+    path = named_path(data, "text")
     if path.is_dir():
         files = [file for file in sorted(path.rglob("*")) if file.is_file() and _format(file)]
         if not files:
@@ -174,7 +176,7 @@ def load_tokenizer(source: str | Path, *, revision: str | None = None, token: st
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    tokenizer_file = Path(source) / "tokenizer.json"
+    tokenizer_file = named_path(source, "tokenizer") / "tokenizer.json"
     try:
         return AutoTokenizer.from_pretrained(str(source), revision=revision, token=token)
     except Exception as error:  # the reasons differ by release: KeyError, ValueError, OSError, ImportError

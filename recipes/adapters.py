@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..base.errors import CheckpointError, UsageError
-from ..base.files import load_json, output_folder, refuse_to_delete, write_json
+from ..base.files import load_json, named_path, output_folder, refuse_existing, refuse_to_delete, write_json
 from ..base.schemas import StrictModel, read_model, write_model
 from ..surgery.checkpoint import Checkpoint, open_checkpoint
 from ..surgery.loading import load_model
@@ -71,7 +71,8 @@ def find_adapter(run: str | Path) -> Path:
     Raises:
         UsageError: there is none.
     """
-    for folder in (Path(run) / "adapter", Path(run)):
+    run = named_path(run, "run folder")
+    for folder in (run / "adapter", run):
         if (folder / CONFIG).is_file() and (folder / TENSORS).is_file():
             return folder
     raise UsageError(
@@ -135,6 +136,7 @@ def merge(
     """
     if dtype not in MERGED_DTYPES:
         raise UsageError(f"--dtype {dtype}: there is no such dtype; choose one of {', '.join(MERGED_DTYPES)}")
+    refuse_existing(out, force=force)
     adapter = find_adapter(run)
     checkpoint = open_base(adapter, base)
     if force:

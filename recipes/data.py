@@ -15,7 +15,7 @@ import numpy as np
 
 from ..base.console import progress
 from ..base.errors import DataError
-from ..base.files import dump_json, load_json, output_folder
+from ..base.files import dump_json, load_json, named_path, output_folder
 from ..base.text import EMBEDDED_TEXT, data_name, embedded_text_path, iter_documents
 from .chat import iter_conversations, render_chat
 
@@ -100,7 +100,7 @@ def tokenizer_key(tokenizer: Any) -> str:
 
 def _content_key(source: str | Path) -> str:
     """sha256 over the bytes of local files; name and revision of a dataset of the Hub."""
-    path = embedded_text_path() if str(source) == EMBEDDED_TEXT else Path(source)
+    path = embedded_text_path() if str(source) == EMBEDDED_TEXT else named_path(source, "text")
     if not path.exists():
         return f"{source}@{_dataset_revision(str(source))}"
     digest = hashlib.sha256()

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 
 from ..base.console import human_seconds, table
-from ..base.files import refuse_existing, write_text
+from ..base.files import named_path, refuse_existing, write_text
 from ..base.text import EMBEDDED_CHECKPOINT, iter_documents, load_tokenizer, token_windows
 from ..surgery.checkpoint import open_checkpoint
 from ..surgery.convert import convert
@@ -108,7 +108,7 @@ def run_demo(
         OutputExistsError: `out` is there and `force` is false.
         PalimpsaError: what any of the stages raises.
     """
-    options, folder = options or DemoOptions(), Path(out)
+    options, folder = options or DemoOptions(), named_path(out, "output")
     refuse_existing(folder, force=force)
     seconds: dict[str, float] = {}
 

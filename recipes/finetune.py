@@ -16,7 +16,7 @@ import torch
 
 from ..base.console import human_count, human_seconds
 from ..base.errors import OutputExistsError, UsageError
-from ..base.files import write_text
+from ..base.files import named_path, write_text
 from ..base.text import load_tokenizer
 from ..kernels.api import require_kernels, set_require_kernels
 from ..surgery.checkpoint import Checkpoint, open_checkpoint
@@ -89,7 +89,7 @@ def finetune(
         OutputExistsError: `out` holds a run, and neither `resume` nor `force` was given.
         TrainingError: training had to stop; checkpoints written before are whole.
     """
-    recipe, out = load_recipe(recipe, overrides), Path(out)
+    recipe, out = load_recipe(recipe, overrides), named_path(out, "run folder")
     with process_settings(recipe):
         return _finetune(model_folder, recipe, out, resume=resume, force=force, revision=revision, token=token)
 

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from ..base.errors import CheckpointError
+from ..base.files import named_path
 from ..base.text import EMBEDDED_CHECKPOINT, embedded_checkpoint_path
 
 logger = logging.getLogger(__name__)
@@ -73,8 +74,9 @@ def resolve(src: str | Path, *, revision: str | None = None, token: str | None =
 
     Raises:
         CheckpointError: nothing is there, or `src` is a file.
+        UsageError: an empty name.
     """
-    path = embedded_checkpoint_path() if str(src) == EMBEDDED_CHECKPOINT else Path(src).expanduser()
+    path = embedded_checkpoint_path() if str(src) == EMBEDDED_CHECKPOINT else named_path(src, "checkpoint").expanduser()
     if path.is_dir():
         return Source(path, path.resolve().name, hub=False)
     if path.exists():

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from ..base.errors import CheckpointError, SchemaError, UsageError
-from ..base.files import load_json, load_yaml, write_json, write_text
+from ..base.files import load_json, load_yaml, named_path, write_json, write_text
 from ..base.schemas import read_model
 from .card import CardFacts, kept_readme, license_terms, render_card
 from .card_adapter import render_adapter_card
@@ -97,11 +97,11 @@ def prepare_upload(
         CheckpointError: the model cannot be opened; a file holds a token or a path of this machine.
         SchemaError: an evaluation of another model.
     """
-    folder = Path(folder)
+    folder = named_path(folder, "model folder")
     kind = _kind(folder)
     if kind == MODEL and base is not None:
         raise UsageError("--base: is for adapters; a model's base is in its card")
-    report = Path(evaluation) if evaluation is not None else folder / EVAL_FILE
+    report = named_path(evaluation, "evaluation") if evaluation is not None else folder / EVAL_FILE
     if evaluation is not None and not report.is_file():
         raise UsageError(f"--eval {report}: no such file; write it with palimpsa evaluate")
     own = kept_readme(folder)

@@ -104,6 +104,40 @@ def test_errors_are_one_line_with_an_exit_code(tmp_path, monkeypatch, arguments,
 
 
 @pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["inspect", ""], "checkpoint"),
+        (["measure", ""], "checkpoint"),
+        (["measure", SOURCE, "-o", ""], "output"),
+        (["measure", SOURCE, "--data", ""], "text"),
+        (["plan", SOURCE, "--layers", "1,", "-o", ""], "output"),
+        (["plan", SOURCE, "--profile", ""], "profile"),
+        (["convert", SOURCE, "", "--layers", "1,"], "output"),
+        (["convert", SOURCE, "", "--layers", "1,", "--force"], "output"),
+        (["convert", SOURCE, "out", "--plan", ""], "plan"),
+        (["finetune", "", "--recipe", "tiny_cpu"], "checkpoint"),
+        (["finetune", SOURCE, "--recipe", "tiny_cpu", "-o", ""], "run folder"),
+        (["finetune", SOURCE, "--recipe", "tiny_cpu", "data.train=''"], "text"),
+        (["evaluate", SOURCE, "--against", ""], "checkpoint"),
+        (["evaluate", SOURCE, "-o", ""], "output"),
+        (["generate", "", "a"], "checkpoint"),
+        (["merge", "", "out"], "run folder"),
+        (["merge", SOURCE, ""], "output"),
+        (["export", "", "out"], "checkpoint"),
+        (["export", SOURCE, ""], "output"),
+        (["push", "", "me/model", "--to-folder", "out"], "model folder"),
+        (["push", SOURCE, "me/model", "--to-folder", ""], "output"),
+        (["demo", "-o", ""], "output"),
+    ],
+)
+def test_an_empty_name_is_never_the_current_folder(tmp_path, monkeypatch, arguments, what):
+    monkeypatch.chdir(tmp_path)
+    result = invoke(*arguments, "-q", code=2)
+    assert result.stderr == f"error: the name of the {what} is empty; give one (. is the current folder)\n"
+    assert not [path for path in tmp_path.iterdir() if path.name != "run"]
+
+
+@pytest.mark.parametrize(
     ("error", "code", "message"),
     [
         (CheckpointError("first line\nsecond line"), 1, "error: first line second line"),

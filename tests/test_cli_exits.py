@@ -49,7 +49,7 @@ def test_push_says_where_the_model_is_and_who_sees_it(model, monkeypatch):
 
     monkeypatch.setattr("palimpsa_surgery.surgery.hub.push", run)
     assert invoke("push", model, "alice/m").stdout == "left: notes.txt\nprivate: https://hub/alice/m\n"
-    assert seen.arguments == (model, "alice/m")
+    assert seen.arguments == (str(model), "alice/m")
     assert not seen.options["public"]
     assert not seen.options["force"]
     found = json.loads(invoke("push", model, "alice/m", "--public", "--force", "--json").stdout)

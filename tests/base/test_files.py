@@ -2,10 +2,11 @@ import errno
 import math
 import os
 import stat
+import threading
 
 import pytest
 from palimpsa_surgery.base import files
-from palimpsa_surgery.base.errors import OutputError, OutputExistsError, SchemaError
+from palimpsa_surgery.base.errors import OutputError, OutputExistsError, SchemaError, UsageError
 
 
 def siblings(path):
@@ -52,6 +53,23 @@ def test_faulty_yaml_names_file_and_line(tmp_path, content, message):
     path.write_text(content)
     with pytest.raises(SchemaError, match=message):
         files.load_yaml(path)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda name: files.refuse_existing(name, force=True),
+        lambda name: files.refuse_to_delete(name),
+        lambda name: files.write_json(name, {}),
+        lambda name: files.output_folder(name, force=True).__enter__(),
+    ],
+    ids=["refuse_existing", "refuse_to_delete", "write_json", "output_folder"],
+)
+def test_an_empty_name_is_not_the_current_folder(tmp_path, monkeypatch, use):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="the name of the output is empty; give one"):
+        use("")
+    assert files.named_path(".", "output") == files.Path(".")
 
 
 @pytest.mark.parametrize("load", [files.load_json, files.load_yaml])
@@ -246,3 +264,33 @@ def test_a_forced_replacement_never_deletes_the_current_folder(tmp_path, monkeyp
     monkeypatch.chdir(here)
     with pytest.raises(OutputExistsError, match="would delete here"):
         files.refuse_to_delete(output)
+
+
+def test_flushing_takes_the_files_that_are_there_and_lets_the_block_work(tmp_path, monkeypatch):
+    (tmp_path / "deep").mkdir()
+    for name in ("a", "deep/b"):
+        (tmp_path / name).write_text("large")
+    flushed, gate = [], threading.Event()
+
+    def fsync(handle):
+        assert gate.wait(10)  # set by the block: it does not wait for the flush
+        flushed.append(os.fstat(handle).st_ino)
+
+    monkeypatch.setattr(files.os, "fsync", fsync)
+    with files.flushing(tmp_path):
+        (tmp_path / "c").write_text("later")
+        gate.set()
+    assert sorted(flushed) == sorted((tmp_path / name).stat().st_ino for name in ("a", "deep/b"))
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_a_flush_that_fails_is_an_error_of_the_folder(tmp_path, monkeypatch, number):
+    def fsync(handle):
+        raise OSError(number, os.strerror(number))
+
+    with pytest.raises(OutputError, match=os.strerror(number)), files.output_folder(tmp_path / "out") as folder:
+        (folder / "weights").write_text("large")
+        monkeypatch.setattr(files.os, "fsync", fsync)
+        with files.flushing(folder):
+            pass
+    assert siblings(tmp_path) == []
