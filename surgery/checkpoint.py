@@ -16,7 +16,7 @@ from ..base.errors import CheckpointError
 from .fingerprint import fingerprint
 from .keymap import EMBEDDING, HEAD, Rule, canonical_shape, expected_shapes, translate
 from .layouts import Layout, detect
-from .lazy import TensorInfo, WeightsFile, open_weights
+from .lazy import Extent, TensorInfo, WeightsFile, open_weights
 from .sources import (
     Source,
     card_metadata,
@@ -117,6 +117,14 @@ class Checkpoint:
             raise CheckpointError(f"{self.source_id}: has no tensor {name}, expected one of the names in .tensors")
         tensor = located.file.load(located.entry.source_name)
         return tensor if located.rule.transform is None else located.rule.transform(tensor)
+
+    def extent(self, name: str) -> Extent | None:
+        """Where the bytes of `load(name)` lie in a file, or None when they do not lie in one piece as they are."""
+        located = self._located[name]
+        if located.rule.transform is not None:
+            return None
+        offset = located.file.offset(located.entry.source_name)
+        return None if offset is None else Extent(located.file.path, offset)
 
     @cached_property
     def dtype(self) -> torch.dtype:

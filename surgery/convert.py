@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..base.errors import UsageError, VerificationError
-from ..base.files import output_folder, refuse_existing, refuse_to_delete, write_text
+from ..base.files import flushing, output_folder, refuse_existing, refuse_to_delete, write_text
 from ..base.schemas import write_model
 from .card import CardFacts, kept_readme, license_terms, render_card
 from .forgetting import measure, static_forgetting
@@ -175,28 +175,29 @@ def _write(
     readme = kept_readme(out)
     with output_folder(out, force=force) as folder:
         files = write_weights(checkpoint, folder, plan, profile, specs)
-        write_surroundings(checkpoint, folder, config, dtype)
-        write_plan(plan, folder / PLAN_FILE)
-        write_profile(profile, folder / PROFILE_FILE)
-        verification = _verified(checkpoint, folder, plan, mode, dtype, measuring)
-        if not checkpoint.tokenizer_files and measuring.tokenizer is not None:
-            write_tokenizer(measuring.tokenizer, folder)
-        report = build_report(
-            checkpoint,
-            plan,
-            specs,
-            version=_version(),
-            palimpsa_layers=tuple(config["palimpsa_layers"]),
-            dtype=dtype,
-            weight_files=files,
-            verification=verification,
-            notes=notes,
-        )
-        write_model(report, folder / REPORT_FILE)
-        write_text(folder / CARD_FILE, readme or _card(checkpoint, out.resolve().name, plan, profile, report))
-        from .plots import plot_profile
+        with flushing(folder):
+            write_surroundings(checkpoint, folder, config, dtype)
+            write_plan(plan, folder / PLAN_FILE)
+            write_profile(profile, folder / PROFILE_FILE)
+            verification = _verified(checkpoint, folder, plan, mode, dtype, measuring)
+            if not checkpoint.tokenizer_files and measuring.tokenizer is not None:
+                write_tokenizer(measuring.tokenizer, folder)
+            report = build_report(
+                checkpoint,
+                plan,
+                specs,
+                version=_version(),
+                palimpsa_layers=tuple(config["palimpsa_layers"]),
+                dtype=dtype,
+                weight_files=files,
+                verification=verification,
+                notes=notes,
+            )
+            write_model(report, folder / REPORT_FILE)
+            write_text(folder / CARD_FILE, readme or _card(checkpoint, out.resolve().name, plan, profile, report))
+            from .plots import plot_profile
 
-        plot_profile(profile, folder / PICTURE_FILE, chosen=plan.layers)
+            plot_profile(profile, folder / PICTURE_FILE, chosen=plan.layers)
     logger.info("%s: %d layers swapped (%s)", out.name, len(plan.layers), ", ".join(str(i) for i in plan.layers))
     return report
 

@@ -14,6 +14,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -54,6 +55,13 @@ class TensorInfo(NamedTuple):
     storage: tuple[str, int]
 
 
+class Extent(NamedTuple):
+    """Where a tensor's bytes begin: a file and an offset in it."""
+
+    path: Path
+    offset: int
+
+
 class WeightsFile(Protocol):
     """One file of tensors."""
 
@@ -62,6 +70,10 @@ class WeightsFile(Protocol):
 
     def load(self, name: str) -> torch.Tensor:
         """Returns tensor `name` on the CPU."""
+        ...
+
+    def offset(self, name: str) -> int | None:
+        """Byte of the file at which tensor `name` begins, in row-major order; None where that cannot be told."""
         ...
 
 
@@ -126,6 +138,10 @@ class SafetensorsFile:
             return torch.frombuffer(bytearray(self._map[offset : self._start + end]), dtype=dtype).reshape(shape)
         return torch.frombuffer(self._map, dtype=dtype, count=math.prod(shape), offset=offset).reshape(shape)
 
+    def offset(self, name: str) -> int:
+        """Byte of the file at which tensor `name` begins."""
+        return self._start + self._offsets[name][0]
+
 
 class TorchFile:
     """A file written by `torch.save`, read with `weights_only=True` and mapped when its format allows.
@@ -167,6 +183,37 @@ class TorchFile:
     def load(self, name: str) -> torch.Tensor:
         """Returns tensor `name`, a view of the mapped file."""
         return self._tensors[name].detach()
+
+    def offset(self, name: str) -> int | None:
+        """Byte of the file at which tensor `name` begins; None for a file or a system that does not tell."""
+        tensor = self._tensors[name]
+        if self._origin is None or not tensor.is_contiguous() or tensor.numel() == 0:
+            return None
+        return tensor.data_ptr() - self._origin
+
+    @cached_property
+    def _origin(self) -> int | None:
+        """Address in memory of the file's first byte."""
+        address = next((tensor.data_ptr() for tensor in self._tensors.values() if tensor.numel()), None)
+        return _mapped_at(self.path, address) if self.mapped and address is not None else None
+
+
+def _mapped_at(path: Path, address: int) -> int | None:
+    """Where the first byte of `path` is mapped, `address` being that of another of its bytes.
+
+    torch does not tell where it maps a file; Linux does, a line `start-end access offset device inode path` a mapping.
+    """
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+        inode = path.stat().st_ino
+    except OSError:
+        return None
+    for line in lines:
+        span, _, offset, _, mapped, *_ = line.split(maxsplit=5)
+        start, end = (int(part, 16) for part in span.split("-"))
+        if start <= address < end:
+            return start - int(offset, 16) if int(mapped) == inode else None
+    return None
 
 
 def open_weights(path: Path) -> WeightsFile:

@@ -51,11 +51,12 @@ def write_weights(
     start_of = start_maker(checkpoint, plan, profile)
     with StreamingSafetensorsWriter(folder, specs) as writer:
         for spec in progress(writer.specs, "writing"):
-            if spec.name in checkpoint.tensors:
-                tensor = checkpoint.load(spec.name)
-            else:
-                tensor = _created(spec.name, start_of)
-            writer.write(spec.name, tensor.to(spec.dtype))
+            if spec.name not in checkpoint.tensors:
+                writer.write(spec.name, _created(spec.name, start_of).to(spec.dtype))
+                continue
+            tensor = checkpoint.load(spec.name)
+            extent = checkpoint.extent(spec.name) if tensor.dtype == spec.dtype else None
+            writer.write(spec.name, tensor.to(spec.dtype), extent)
     return tuple(writer.files)
 
 

@@ -1,11 +1,12 @@
 """Writes safetensors a tensor at a time: the header first, as every shape is known, then the bytes where they belong.
 
-Only one tensor is in memory, and none when it is a view of a mapped file in the dtype it is stored in.
+Only one tensor is in memory, and none that lies in a file as it will be stored: the system copies it from there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import logging
@@ -21,7 +22,7 @@ import torch
 from ..base.console import human_bytes
 from ..base.errors import CheckpointError
 from ..base.files import write_json
-from .lazy import SAFETENSORS_DTYPES
+from .lazy import SAFETENSORS_DTYPES, Extent
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ MAX_SHARD_BYTES = 5 * 10**9
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
 _PARTIAL = ".partial"
+# What the system says of two files between which it cannot copy: other file systems, an old kernel, a network disk.
+_CANNOT_COPY = {errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY}
 
 
 class TensorSpec(NamedTuple):
@@ -114,12 +117,14 @@ class StreamingSafetensorsWriter:
             self._discard()
             raise
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
+    def write(self, name: str, tensor: torch.Tensor, extent: Extent | None = None) -> None:
         """Writes one tensor.
 
         Args:
             name: one of the announced names, each once.
             tensor: of the announced shape and dtype; on any device, contiguous or not.
+            extent: where these very bytes lie in a file. The system then copies from file to file, where it can,
+                without a page of them passing through this process.
         """
         slot = self._slots.get(name)
         if slot is None or name not in self._pending:
@@ -130,8 +135,9 @@ class StreamingSafetensorsWriter:
                 f"tensor {name} is {list(tensor.shape)} {tensor.dtype}, expected {list(slot.spec.shape)} "
                 f"{slot.spec.dtype}; the announced shape and dtype are in the header already"
             )
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        self._put(slot.shard, memoryview(data), slot.offset)
+        if extent is None or not self._copied(slot, extent):
+            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            self._put(slot.shard, memoryview(data), slot.offset)
         self._pending.discard(name)
 
     def _begin(self, number: int, specs: list[TensorSpec]) -> None:
@@ -151,6 +157,30 @@ class StreamingSafetensorsWriter:
                 data = data[self._streams[shard].write(data) :]
         except OSError as error:
             raise self._failed(shard, error) from error
+
+    def _copied(self, slot: _Slot, extent: Extent) -> bool:
+        """Copies from file to file; False where the system cannot do that between these two."""
+        if not hasattr(os, "copy_file_range"):
+            return False
+        done, size = 0, slot.spec.nbytes
+        target = self._streams[slot.shard].fileno()
+        with open(extent.path, "rb") as source:
+            while done < size:
+                try:
+                    step = os.copy_file_range(
+                        source.fileno(), target, size - done, extent.offset + done, slot.offset + done
+                    )
+                except OSError as error:
+                    if error.errno in _CANNOT_COPY:
+                        return False
+                    raise self._failed(slot.shard, error) from error
+                if step == 0:
+                    raise CheckpointError(
+                        f"{extent.path.name}: became shorter while {slot.spec.name} was copied from it; copy the file "
+                        "again and leave it alone meanwhile"
+                    )
+                done += step
+        return True
 
     def _failed(self, shard: int, error: OSError) -> CheckpointError:
         return CheckpointError(

@@ -187,3 +187,26 @@ def test_tensors_saved_from_a_gpu_load_without_one(tmp_path):
     for name, tensor in tensors.items():
         assert file.load(name).device.type == "cpu"
         assert torch.equal(file.load(name), tensor)
+
+
+def torch_file(path, tensor, *, old=False):
+    torch.save({"first": torch.zeros(3), "a": tensor}, path, _use_new_zipfile_serialization=not old)
+    return TorchFile(path)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "old"),
+    [(torch.arange(6.0).reshape(2, 3).t(), False), (torch.empty(0, 2), False), (torch.arange(6.0), True)],
+    ids=["not contiguous", "empty", "read into memory"],
+)
+def test_a_tensor_that_lies_in_no_piece_of_the_file_has_no_offset(tmp_path, tensor, old):
+    assert torch_file(tmp_path / "m.bin", tensor, old=old).offset("a") is None
+
+
+def test_a_file_that_was_replaced_since_has_no_offset(tmp_path):
+    path = tmp_path / "m.bin"
+    file = torch_file(path, torch.ones(4))
+    torch.save({"other": torch.zeros(100)}, tmp_path / "new.bin")
+    (tmp_path / "new.bin").replace(path)
+    assert file.offset("a") is None
+    assert torch.equal(file.load("a"), torch.ones(4))

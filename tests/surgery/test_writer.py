@@ -1,6 +1,8 @@
 """The streaming writer against safetensors' own reading, and its failures, which leave nothing behind."""
 
+import errno
 import json
+import os
 from collections import namedtuple
 
 import pico
@@ -9,6 +11,7 @@ import torch
 from palimpsa_surgery.base.errors import CheckpointError
 from palimpsa_surgery.surgery import writer as writer_module
 from palimpsa_surgery.surgery.checkpoint import open_checkpoint
+from palimpsa_surgery.surgery.lazy import Extent
 from palimpsa_surgery.surgery.writer import StreamingSafetensorsWriter, TensorSpec, write_tensors
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -237,3 +240,64 @@ def test_a_disk_that_fills_up_in_the_middle(tmp_path, limit_file_sizes):
         writer.write("b", torch.zeros(500))
     limit_file_sizes(2**40)
     assert_nothing_left(tmp_path)
+
+
+# From file to file.
+
+
+def copied(folder, source, *, at=5):
+    """Writes a tensor whose bytes lie at `at` in a file of the same content; the tensor handed in is another."""
+    tensor = torch.arange(1000, dtype=torch.int64)
+    source.write_bytes(b"x" * at + tensor.numpy().tobytes() + b"after")
+    specs = [TensorSpec("b", (3,), torch.uint8), TensorSpec("a", (1000,), torch.int64)]
+    with StreamingSafetensorsWriter(folder, specs) as writer:
+        writer.write("b", torch.ones(3, dtype=torch.uint8))
+        writer.write("a", torch.zeros_like(tensor), Extent(source, at))
+    return load_file(folder / "model.safetensors")["a"], tensor
+
+
+@pytest.mark.skipif(not hasattr(os, "copy_file_range"), reason="the system cannot copy from file to file")
+@pytest.mark.parametrize("at_most", [None, 4096, 1])
+def test_bytes_go_from_file_to_file_however_many_the_system_takes(tmp_path, monkeypatch, at_most):
+    real = os.copy_file_range
+
+    def some(source, target, count, *offsets):
+        return real(source, target, min(count, at_most), *offsets)
+
+    if at_most is not None:
+        monkeypatch.setattr(os, "copy_file_range", some)
+    found, expected = copied(tmp_path / "out", tmp_path / "source")
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("number", [errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, None])
+def test_where_the_system_cannot_copy_the_tensor_itself_is_written(tmp_path, monkeypatch, number):
+    def refuse(*arguments):
+        raise OSError(number, os.strerror(number))
+
+    if number is None:
+        monkeypatch.delattr(os, "copy_file_range", raising=False)
+    else:
+        monkeypatch.setattr(os, "copy_file_range", refuse, raising=False)
+    found, _ = copied(tmp_path / "out", tmp_path / "source")
+    assert torch.equal(found, torch.zeros(1000, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), r"cannot be written \(No space left on device\)"),
+        (0, "source: became shorter while a was copied from it"),
+    ],
+    ids=["disk full", "source cut short"],
+)
+def test_a_copy_that_fails_leaves_nothing(tmp_path, monkeypatch, result, message):
+    def fail(*arguments):
+        if isinstance(result, OSError):
+            raise result
+        return result
+
+    monkeypatch.setattr(os, "copy_file_range", fail, raising=False)
+    with pytest.raises(CheckpointError, match=message):
+        copied(tmp_path / "out", tmp_path / "source")
+    assert_nothing_left(tmp_path / "out")
