@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from ..base.errors import UsageError
 from .losses import CausalLoss
@@ -74,7 +75,16 @@ def evaluate_loss(
         results = _per_window(module, ready, batch_size, accelerator)
     finally:
         module.train(was_training)
+        _reshard(module)
     return summarise(results, max((len(window.input_ids) for window in ready), default=0))
+
+
+def _reshard(module: nn.Module) -> None:
+    """Puts a sharded model's parameters back. After a forward pass without a backward one FSDP2 leaves those of the
+    outermost unit gathered: other objects, which the optimiser and so a checkpoint know nothing of."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -10,6 +10,7 @@ import torch
 from palimpsa_surgery.base.text import load_tokenizer
 from palimpsa_surgery.recipes.checkpointing import Position, load_checkpoint
 from palimpsa_surgery.recipes.config import load_recipe
+from palimpsa_surgery.recipes.evaluate import evaluate_loss
 from palimpsa_surgery.recipes.export import gather, save_model
 from palimpsa_surgery.recipes.finetune import make_accelerator, open_streams
 from palimpsa_surgery.recipes.loop import Training, train
@@ -36,10 +37,11 @@ def main() -> None:
     fully_shard(loss, mesh=mesh)
     assert all(isinstance(parameter, DTensor) for parameter in loss.parameters())
     optimizer = make_optimizer(loss, recipe)
-    stream, _ = open_streams(accelerator, recipe, load_tokenizer(folder), loss.model.config.vocab_size)
+    stream, validation = open_streams(accelerator, recipe, load_tokenizer(folder), loss.model.config.vocab_size)
     position = Position(0, 0, "model", checkpoint.fingerprint, stream.store.key, recipe.seed)
     accelerator.no_sync = lambda module: torch.enable_grad()  # gradients are reduced each time, which is as right
     run = Training(accelerator, loss, optimizer, stream, recipe, out, position)
+    run.validate = lambda: evaluate_loss(loss, validation, accelerator=accelerator)  # before each checkpoint
     train(run)
     trained = gather(loss)
     run.position = load_checkpoint(out / "checkpoints" / "step-1", loss, optimizer, position)

@@ -117,7 +117,7 @@ def test_two_processes_are_one(model_folder, constant, tmp_path, monkeypatch):
 
 def test_a_sharded_model_trains_resumes_and_is_saved_as_one(model_folder, constant, tmp_path, monkeypatch):
     monkeypatch.setattr(export, "bundle_remote_code", lambda folder: ())
-    constant = {**constant, "steps": 3, "save_every": 1, "keep": 3}
+    constant = {**constant, "steps": 3, "save_every": 1, "eval_every": 1, "keep": 3}
     one = finetune(model_folder, constant, tmp_path / "one")
     file, out = tmp_path / "recipe.yaml", tmp_path / "two"
     file.write_text(dump_recipe(load_recipe(constant)))
@@ -130,6 +130,11 @@ def test_a_sharded_model_trains_resumes_and_is_saved_as_one(model_folder, consta
     found = load_file(out / "final" / "model.safetensors")
     for name, tensor in load_file(one.final / "model.safetensors").items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5, msg=name)  # fp32, in another order
+    for step in (1, 2, 3):  # each was written after a validation, and holds the optimiser's state of every parameter
+        stored = [
+            load_file(run / "checkpoints" / f"step-{step}" / "training.safetensors") for run in (tmp_path / "one", out)
+        ]
+        assert stored[0].keys() == stored[1].keys()
     lines = [line for line in read_metrics(out / "metrics.jsonl") if line["kind"] == "train"]
     reference = [line for line in read_metrics(tmp_path / "one" / "metrics.jsonl") if line["kind"] == "train"]
     for key in ("loss", "grad_norm"):
