@@ -4,8 +4,9 @@
     python benchmarks/conversion.py --shape tiny --verify layers    seconds, to see that it runs
 
 Each conversion is a process of its own. Memory is the peak of RssAnon, sampled every 10 ms: pages that are mapped from
-the checkpoint belong to the file and do not count. The copy is `cp` of the weights to the same disk, before and after
-the conversions; start-up is the time of the same command on a model of a few kilobytes.
+the checkpoint belong to the file and do not count. The copy is `cp` of the weights to the same disk, which waits not
+for the disk, as a conversion does; start-up is the time of the same command on a model of a few kilobytes. The three
+take turns, as a machine's page cache is not the same from minute to minute; the rows are medians.
 """
 
 from __future__ import annotations
@@ -130,6 +131,7 @@ def convert_command(source: Path, out: Path, layers: str, verify: str) -> list[s
 def copy(source: Path, target: Path) -> Measurement:
     measured = run(["cp", str(source), str(target)])
     target.unlink()
+    os.sync()  # what is measured next does not wait for these pages
     return measured
 
 
@@ -137,12 +139,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="2.7b")
     parser.add_argument("--verify", nargs="+", default=["none", "layers"])
+    parser.add_argument("--repeat", type=int, default=3, help="rounds of copy, start-up and conversion")
     parser.add_argument("--work", type=Path, help="folder on the disk to use; twice the model must fit")
     parser.add_argument("-o", "--out", type=Path, help="CSV to append to")
     options = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="palimpsa-conversion-", dir=options.work))
     try:
-        rows = measure(work, options.shape, options.verify)
+        rows = measure(work, options.shape, options.verify, options.repeat)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     writer = csv.DictWriter(sys.stdout, rows[0])
@@ -157,39 +160,50 @@ def main() -> None:
             writer.writerows(rows)
 
 
-def measure(work: Path, shape: str, modes: list[str]) -> list[dict[str, object]]:
-    """One row for each kind of verification."""
+def measure(work: Path, shape: str, modes: list[str], repeat: int) -> list[dict[str, object]]:
+    """One row for each kind of verification, medians over the rounds."""
     tiny = write_checkpoint(work / "tiny", SHAPES["tiny"])
     source = write_checkpoint(work / "source", SHAPES[shape])
     weights = source / "pytorch_model.bin"
     layers = ",".join(str(layer) for layer in range(1, SHAPES[shape]["n_layer"], 8)) + ","
-    copies = [copy(weights, work / "copy")]
+    os.sync()
     rows = []
     for mode in modes:
-        start_up = run(convert_command(tiny, work / "tiny-out", "1,", mode))
-        shutil.rmtree(work / "tiny-out")
-        found = run(convert_command(source, work / "out", layers, mode))
-        shutil.rmtree(work / "out")
-        copies.append(copy(weights, work / "copy"))
-        copied = statistics.median(measured.seconds for measured in copies)
+        copies, starts, found = [], [], []
+        for _ in range(repeat):
+            copies.append(copy(weights, work / "copy"))
+            starts.append(convert(tiny, work / "out", "1,", mode))
+            found.append(convert(source, work / "out", layers, mode))
+        copied, start_up, seconds = median(copies), median(starts), median(found)
         rows.append(
             {
                 "date": date.today().isoformat(),
                 "shape": shape,
                 "bytes": weights.stat().st_size,
                 "verify": mode,
-                "seconds": round(found.seconds, 2),
-                "start_up": round(start_up.seconds, 2),
+                "rounds": repeat,
+                "seconds": round(seconds, 2),
+                "start_up": round(start_up, 2),
                 "copy": round(copied, 2),
-                "ratio": round((found.seconds - start_up.seconds) / copied, 2),
-                "cpu": round(found.cpu, 2),
-                "start_up_cpu": round(start_up.cpu, 2),
-                "copy_cpu": round(statistics.median(measured.cpu for measured in copies), 2),
-                "peak_rss_anon": found.peak,
+                "ratio": round((seconds - start_up) / copied, 2),
+                "cpu": round(median(found, "cpu"), 2),
+                "start_up_cpu": round(median(starts, "cpu"), 2),
+                "copy_cpu": round(median(copies, "cpu"), 2),
+                "peak_rss_anon": max(one.peak for one in found),
                 "cores": os.cpu_count(),
             }
         )
     return rows
+
+
+def convert(source: Path, out: Path, layers: str, verify: str) -> Measurement:
+    measured = run(convert_command(source, out, layers, verify))
+    shutil.rmtree(out)
+    return measured
+
+
+def median(measured: list[Measurement], field: str = "seconds") -> float:
+    return statistics.median(getattr(one, field) for one in measured)
 
 
 if __name__ == "__main__":
