@@ -129,6 +129,11 @@ def _is_number(text: str) -> bool:
     return True
 
 
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """(1, 'layer') -> '1 layer'; (3, 'layer') -> '3 layers'. `plural` where it is not the noun with an s."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
 def human_bytes(count: float) -> str:
     """1536 -> '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import types
 import typing
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,14 +54,22 @@ def current_version(cls: type[StrictModel]) -> int:
     return cls.model_fields["schema_version"].default
 
 
-def validate_model(cls: type[M], data: Any, where: str, *, error: type[PalimpsaError] = SchemaError) -> M:
+def validate_model(
+    cls: type[M],
+    data: Any,
+    where: str,
+    *,
+    error: type[PalimpsaError] = SchemaError,
+    options: Collection[str] = (),
+) -> M:
     """`data` as a `cls`, every fault of it named in one message.
 
     Args:
         cls: the schema.
         data: what a parser returned.
-        where: the file (or option) that the message names.
+        where: the file that the message names.
         error: the class to raise.
+        options: keys that were given on the command line; a fault names them as `--key`.
 
     Raises:
         PalimpsaError: of class `error`; each fault as `where:key: what is wrong`, with the nearest valid key for a
@@ -74,7 +83,7 @@ def validate_model(cls: type[M], data: Any, where: str, *, error: type[PalimpsaE
     try:
         return cls.model_validate(data)
     except pydantic.ValidationError as failure:
-        faults = [f"{_place(where, fault['loc'])}: {_sentence(cls, fault)}" for fault in failure.errors()]
+        faults = [f"{_place(where, fault['loc'], options)}: {_sentence(cls, fault)}" for fault in failure.errors()]
         raise error("; ".join(dict.fromkeys(faults))) from None
 
 
@@ -149,7 +158,14 @@ def _with_current_version(
     return data
 
 
-def _place(where: str, location: tuple[str | int, ...]) -> str:
+def option_name(key: str) -> str:
+    """`beta_groups` -> `--beta-groups`."""
+    return f"--{key.replace('_', '-')}"
+
+
+def _place(where: str, location: tuple[str | int, ...], options: Collection[str]) -> str:
+    if location and location[0] in options:
+        return option_name(str(location[0]))
     return ":".join([where, ".".join(str(part) for part in location)]) if location else where
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from ..base.console import counted
 from ..base.errors import SchemaError, UsageError
 from ..base.files import write_text
-from ..base.schemas import StrictModel, current_version, dump_yaml, read_model, validate_model
+from ..base.schemas import StrictModel, current_version, dump_yaml, option_name, read_model, validate_model
 from .profile import Profile
 from .strategies import DEFAULT_RULE, RULES, choose_layers
 
@@ -21,6 +22,8 @@ EXPLICIT = "explicit"
 DEFAULT_LAYERS = 8
 DEFAULT_STRENGTH = 0.1
 DEFAULT_FORMS = {"identity": "abs", "calibrated": "abs", "paper": "softplus"}
+OPTIONS = ("layers", "rule", "init", "strength", "beta_rank", "beta_groups", "seed")
+"""Keys that the command line has an option for."""
 SHARED_KEYS = ("beta_rank", "beta_groups", "beta_scale_form", "train_prior")
 Index = Annotated[int, Field(ge=0)]
 
@@ -49,7 +52,7 @@ class Plan(StrictModel):
     rule: str = EXPLICIT
     layers: Annotated[tuple[Index, ...], Field(min_length=1)]
     init: Literal["identity", "calibrated", "paper"] = "identity"
-    strength: Annotated[float, Field(gt=0, le=10)] | None = None
+    strength: Annotated[Annotated[float, Field(gt=0, le=10)] | None, Field(validate_default=True)] = None
     beta_rank: Annotated[int, Field(ge=1)]
     beta_groups: Annotated[int, Field(ge=1)]
     beta_scale_form: Literal["abs", "softplus"] = "abs"
@@ -72,52 +75,68 @@ class Plan(StrictModel):
             raise ValueError(f"no such rule {rule!r}; choose one of {', '.join(RULES)}, {EXPLICIT}")
         return rule
 
+    @field_validator("strength")
+    @classmethod
+    def _of_the_calibrated_start(cls, strength: float | None, others: ValidationInfo) -> float | None:
+        init = others.data.get("init")
+        if init == "calibrated" and strength is None:
+            raise ValueError(f"is missing; init calibrated needs it, for example {DEFAULT_STRENGTH}")
+        if init not in ("calibrated", None) and strength is not None:
+            raise ValueError(f"belongs to init calibrated, not to {init}; leave it out, or make it null in a plan")
+        return strength
+
+    @field_validator("beta_scale_form")
+    @classmethod
+    def _has_a_gradient(cls, form: str, others: ValidationInfo) -> str:
+        if form == "softplus" and others.data.get("init") == "identity":
+            raise ValueError("is softplus, but init identity needs abs: a softplus that small has no gradient left")
+        return form
+
     @model_validator(mode="after")
-    def _consistent(self) -> Plan:
-        if self.init == "calibrated" and self.strength is None:
-            raise ValueError(f"init calibrated needs strength, for example {DEFAULT_STRENGTH}")
-        if self.init != "calibrated" and self.strength is not None:
-            raise ValueError(f"strength belongs to init calibrated, not to {self.init}; make it null")
-        if self.init == "identity" and self.beta_scale_form == "softplus":
-            raise ValueError("init identity needs beta_scale_form abs: a softplus that small has no gradient left")
+    def _without_stale_reasons(self) -> Plan:
         kept = {layer: self.reasons[layer] for layer in self.layers if layer in self.reasons}
         if kept != self.reasons:
             object.__setattr__(self, "reasons", kept)
         return self
 
-    def check_source(self, checkpoint: Checkpoint) -> None:
+    def check_source(self, checkpoint: Checkpoint, where: str = "plan.yaml") -> None:
         """Raises unless the plan was made for this checkpoint and can be carried out on it.
 
+        Args:
+            checkpoint: the source.
+            where: the file that the message names.
+
         Raises:
-            SchemaError: another fingerprint; sizes that do not fit the model.
-            UsageError: a layer out of range or swapped already.
+            SchemaError: another fingerprint, a layer out of range or swapped already, sizes that do not fit the model.
         """
         if self.fingerprint != checkpoint.fingerprint:
             raise SchemaError(
-                f"plan.yaml:fingerprint: the plan was made for {self.source} ({self.fingerprint[:12]}), not for "
+                f"{where}:fingerprint: the plan was made for {self.source} ({self.fingerprint[:12]}), not for "
                 f"{checkpoint.source_id} ({checkpoint.fingerprint[:12]}); make a plan for this checkpoint"
             )
-        config = checkpoint.config
-        check_layers(self.layers, config["num_hidden_layers"], config.get("palimpsa_layers") or ())
-        head_dim, hidden_size = config["head_dim"], config["hidden_size"]
-        if head_dim % self.beta_groups:
-            raise SchemaError(
-                f"plan.yaml:beta_groups: {self.beta_groups} does not divide head_dim {head_dim}; choose a divisor"
-            )
-        if self.beta_rank > hidden_size:
-            raise SchemaError(
-                f"plan.yaml:beta_rank: {self.beta_rank} is more than hidden_size {hidden_size}; choose a smaller rank"
-            )
-        if config.get("palimpsa_layers"):
-            self._check_swapped(checkpoint)
+        for key, fault in self._misfits(checkpoint):
+            raise SchemaError(f"{where}:{key}: {fault}")
 
-    def _check_swapped(self, checkpoint: Checkpoint) -> None:
-        for key in SHARED_KEYS:
-            mine, theirs = getattr(self, key), checkpoint.config[key]
+    def _misfits(self, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+        """The keys that this checkpoint cannot have as they are, each with what is wrong."""
+        config = checkpoint.config
+        swapped = tuple(config.get("palimpsa_layers") or ())
+        for fault in _bad_layers(self.layers, config["num_hidden_layers"], swapped):
+            yield "layers", fault
+        if config["head_dim"] % self.beta_groups:
+            yield "beta_groups", f"{self.beta_groups} does not divide head_dim {config['head_dim']}; choose a divisor"
+        if self.beta_rank > config["hidden_size"]:
+            yield (
+                "beta_rank",
+                f"{self.beta_rank} is more than hidden_size {config['hidden_size']}; choose a smaller rank",
+            )
+        for key in SHARED_KEYS if swapped else ():
+            mine, theirs = getattr(self, key), config[key]
             if mine != theirs:
-                raise SchemaError(
-                    f"plan.yaml:{key}: {mine} differs from {theirs}, which the swapped layers of "
-                    f"{checkpoint.source_id} have; one model has one {key}, so keep theirs"
+                yield (
+                    key,
+                    f"{mine} differs from {theirs}, which the swapped layers of {checkpoint.source_id} have; one model "
+                    f"has one {key}, so keep theirs",
                 )
 
 
@@ -144,14 +163,14 @@ def parse_layers(text: str) -> int | tuple[int, ...]:
     return numbers
 
 
-def check_layers(layers: Sequence[int], num_layers: int, swapped: Sequence[int]) -> None:
-    """Raises `UsageError` for a layer that the model has not, or that is Palimpsa-M already."""
+def _bad_layers(layers: Sequence[int], num_layers: int, swapped: Sequence[int]) -> Iterator[str]:
+    """What is wrong with each layer that the model has not, or that is Palimpsa-M already."""
     for layer in layers:
         if layer >= num_layers:
-            raise UsageError(f"layer {layer}: the model has {num_layers} layers, 0 to {num_layers - 1}")
+            yield f"layer {layer}: the model has {counted(num_layers, 'layer')}, 0 to {num_layers - 1}"
         if layer in swapped:
             listed = ", ".join(str(number) for number in swapped)
-            raise UsageError(f"layer {layer}: is Palimpsa-M already (swapped: {listed}); choose plain Mamba2 layers")
+            yield f"layer {layer}: is Palimpsa-M already (swapped: {listed}); choose plain Mamba2 layers"
 
 
 def make_plan(
@@ -199,7 +218,8 @@ def make_plan(
         choice = choose_layers(profile, layers, rule, seed=seed)
         rule, layers, reasons = choice.rule, choice.layers, choice.reasons
     else:
-        check_layers(layers, config["num_hidden_layers"], swapped)
+        for fault in _bad_layers(layers, config["num_hidden_layers"], swapped):
+            raise UsageError(f"--layers: {fault}")
         rule, reasons = EXPLICIT, {layer: _asked_for(profile, layer) for layer in layers}
     if init == "calibrated" and strength is None:
         strength = DEFAULT_STRENGTH
@@ -222,8 +242,10 @@ def make_plan(
         "seed": seed,
         "reasons": reasons,
     }
-    plan = validate_model(Plan, {"schema_version": current_version(Plan), **values}, "plan", error=UsageError)
-    plan.check_source(checkpoint)
+    values["schema_version"] = current_version(Plan)
+    plan = validate_model(Plan, values, "plan", error=UsageError, options=OPTIONS)
+    for key, fault in plan._misfits(checkpoint):
+        raise UsageError(f"{option_name(key) if key in OPTIONS else f'plan:{key}'}: {fault}")
     return plan
 
 

@@ -90,3 +90,17 @@ def test_table_aligns_numbers_right_and_text_left():
 )
 def test_units(call, value, text):
     assert call(value) == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((1, "layer"), "1 layer"),
+        ((0, "layer"), "0 layers"),
+        ((2, "layer"), "2 layers"),
+        ((1, "query", "queries"), "1 query"),
+        ((12_000, "query", "queries"), "12,000 queries"),
+    ],
+)
+def test_counts_have_the_right_noun(arguments, text):
+    assert console.counted(*arguments) == text

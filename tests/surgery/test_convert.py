@@ -226,9 +226,9 @@ def _refusals():
     yield {"layers": 4}, UsageError, "--layers 4: the model has 3 layers to choose from"
     yield {"layers": (1,), "dtype": "int8"}, UsageError, "--dtype int8: there is no such dtype"
     yield {"layers": (1,), "verify": "twice"}, UsageError, "--verify twice: there is no such check"
-    yield {"layers": (1,), "init": "zero"}, UsageError, "plan:init: is 'zero'"
-    yield {"layers": (1,), "strength": 0.5}, UsageError, "strength belongs to init calibrated"
-    yield {"layers": (1,), "beta_groups": 3}, SchemaError, "beta_groups: 3 does not divide head_dim 8"
+    yield {"layers": (1,), "init": "zero"}, UsageError, "--init: is 'zero'"
+    yield {"layers": (1,), "strength": 0.5}, UsageError, "--strength: belongs to init calibrated"
+    yield {"layers": (1,), "beta_groups": 3}, UsageError, "--beta-groups: 3 does not divide head_dim 8"
 
 
 @pytest.mark.parametrize(("options", "error", "message"), list(_refusals()))

@@ -76,23 +76,44 @@ def test_each_start_has_its_defaults(init, form, strength):
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("options", "message"),
     [
-        ({"layers": (6,)}, UsageError, "layer 6: the model has 6 layers, 0 to 5"),
-        ({"layers": (1, 1)}, UsageError, "layer 1 is listed twice"),
-        ({"init": "identty"}, UsageError, "plan:init: is 'identty', expected 'identity', 'calibrated' or 'paper'"),
-        ({"init": "paper", "strength": 0.3}, UsageError, "strength belongs to init calibrated, not to paper"),
-        ({"init": "calibrated", "strength": -1.0}, UsageError, "plan:strength: is -1.0"),
-        ({"beta_scale_form": "softplus"}, UsageError, "init identity needs beta_scale_form abs"),
-        ({"beta_rank": 0}, UsageError, "plan:beta_rank: is 0"),
-        ({"beta_rank": 65}, SchemaError, "beta_rank: 65 is more than hidden_size 64"),
-        ({"beta_groups": 3}, SchemaError, "beta_groups: 3 does not divide head_dim 8"),
-        ({"seed": -1}, UsageError, "plan:seed: is -1"),
+        ({"layers": (6,)}, "^--layers: layer 6: the model has 6 layers, 0 to 5$"),
+        ({"layers": (1, 1)}, "^--layers: layer 1 is listed twice"),
+        ({"layers": (-1,)}, "^--layers: is -1, expected greater than or equal to 0"),
+        ({"init": "identty"}, "^--init: is 'identty', expected 'identity', 'calibrated' or 'paper'"),
+        ({"init": "paper", "strength": 0.3}, "^--strength: belongs to init calibrated, not to paper; leave it out"),
+        ({"strength": 0.3}, "^--strength: belongs to init calibrated, not to identity"),
+        ({"init": "calibrated", "strength": -1.0}, "^--strength: is -1.0"),
+        ({"init": "calibrated", "strength": float("nan")}, "^--strength: is nan"),
+        ({"beta_scale_form": "softplus"}, "^plan:beta_scale_form: is softplus, but init identity needs abs"),
+        ({"beta_scale_form": "relu"}, "^plan:beta_scale_form: is 'relu'"),
+        ({"beta_rank": 0}, "^--beta-rank: is 0"),
+        ({"beta_rank": 65}, "^--beta-rank: 65 is more than hidden_size 64; choose a smaller rank$"),
+        ({"beta_groups": 0}, "^--beta-groups: is 0"),
+        ({"beta_groups": 3}, "^--beta-groups: 3 does not divide head_dim 8; choose a divisor$"),
+        ({"seed": -1}, "^--seed: is -1"),
+        ({"seed": 2**63}, "^--seed: is 9223372036854775808"),
+        ({"beta_rank": 0, "seed": -1}, "^--beta-rank: is 0, .*; --seed: is -1"),
     ],
 )
-def test_options_that_cannot_be_carried_out_are_refused(options, error, message):
-    with pytest.raises(error, match=message):
+def test_options_that_cannot_be_carried_out_are_refused_by_name(options, message):
+    with pytest.raises(UsageError, match=message):
         make_plan(checkpoint(), **{"layers": (0,), **options})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers": (6,)}, r"^mine\.yaml:layers: layer 6: the model has 6 layers, 0 to 5$"),
+        ({"beta_groups": 3}, r"^mine\.yaml:beta_groups: 3 does not divide head_dim 8; choose a divisor$"),
+        ({"beta_rank": 65}, r"^mine\.yaml:beta_rank: 65 is more than hidden_size 64; choose a smaller rank$"),
+    ],
+)
+def test_sizes_in_a_file_that_do_not_fit_the_model_name_file_and_key(change, message):
+    plan = make_plan(checkpoint(), layers=(0,)).model_copy(update=change)
+    with pytest.raises(SchemaError, match=message):
+        plan.check_source(checkpoint(), "mine.yaml")
 
 
 def test_a_profile_of_another_checkpoint_is_refused():
@@ -116,14 +137,20 @@ def test_a_converted_source_lends_its_sizes_and_keeps_its_layers():
 
 
 def test_swapping_a_swapped_layer_says_so():
-    with pytest.raises(UsageError, match=r"layer 3: is Palimpsa-M already \(swapped: 1, 3\)"):
+    with pytest.raises(UsageError, match=r"^--layers: layer 3: is Palimpsa-M already \(swapped: 1, 3\)"):
         make_plan(checkpoint(**CONVERTED), layers=(2, 3))
 
 
-@pytest.mark.parametrize(("key", "value"), [("beta_rank", 3), ("beta_groups", 8), ("train_prior", True)])
-def test_one_model_has_one_shape_of_gate(key, value):
-    with pytest.raises(SchemaError, match=f"plan.yaml:{key}: {value} differs from .*keep theirs"):
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [("beta_rank", 3, "--beta-rank"), ("beta_groups", 8, "--beta-groups"), ("train_prior", True, "plan:train_prior")],
+)
+def test_one_model_has_one_shape_of_gate(key, value, named):
+    with pytest.raises(UsageError, match=f"^{named}: {value} differs from .*keep theirs"):
         make_plan(checkpoint(**CONVERTED), layers=(0,), **{key: value})
+    plan = make_plan(checkpoint(**CONVERTED), layers=(0,)).model_copy(update={key: value})
+    with pytest.raises(SchemaError, match=f"^plan.yaml:{key}: {value} differs from .*keep theirs"):
+        plan.check_source(checkpoint(**CONVERTED))
 
 
 def test_a_written_plan_reads_back_the_same_and_explains_itself(tmp_path):
@@ -147,7 +174,7 @@ def test_a_written_plan_reads_back_the_same_and_explains_itself(tmp_path):
         ({"layers": [-1]}, r"plan\.yaml:layers\.0: is -1"),
         ({"layers": ["a"]}, r"plan\.yaml:layers\.0: is 'a'"),
         ({"rule": "windw"}, r"plan\.yaml:rule: no such rule 'windw'; choose one of window"),
-        ({"init": "calibrated"}, r"plan\.yaml: init calibrated needs strength"),
+        ({"init": "calibrated"}, r"plan\.yaml:strength: is missing; init calibrated needs it, for example 0\.1"),
         ({"beta_scale_form": "relu"}, r"plan\.yaml:beta_scale_form: is 'relu', expected 'abs' or 'softplus'"),
         ({"train_prior": 7}, r"plan\.yaml:train_prior: is 7"),
         ({"schema_version": 2}, "newer than the 1"),
@@ -180,5 +207,5 @@ def test_a_plan_for_another_checkpoint_is_refused():
 
 
 def test_an_identity_plan_with_softplus_is_refused():
-    with pytest.raises(ValueError, match="needs beta_scale_form abs"):
+    with pytest.raises(ValueError, match="init identity needs abs"):
         Plan(source="s", fingerprint="f", layers=(0,), beta_rank=1, beta_groups=1, beta_scale_form="softplus")
