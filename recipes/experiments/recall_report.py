@@ -1,0 +1,200 @@
+"""Tables and plots of the recall experiments, from the files of their runs alone.
+
+A learning rate is chosen for each arm by validation accuracy, never by the test. Errors are over seeds: the standard
+error of the mean, and of the difference between arms at equal seeds for differences.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from ...base.files import write_text
+from ..bootstrap import Figure
+from ..eval_plots import Line, draw_lines
+
+Run = dict[str, Any]
+
+
+def report(experiment: str, arms: tuple[str, str], runs: Sequence[Run], out: Path) -> None:
+    """Writes `EXPERIMENT.md`, `.csv` and the plots into `out`.
+
+    Args:
+        experiment: name of the files.
+        arms: the control, and what is compared with it.
+        runs: what the files of the runs hold.
+        out: folder.
+    """
+    chosen = {arm: best_runs(runs, arm) for arm in arms if any(run["arm"] == arm for run in runs)}
+    parts = [
+        f"Learning rates ({_seeds(runs)} seeds; errors are standard errors over seeds)\n\n{_lr_table(runs, chosen)}",
+        f"Test accuracy at each arm's best learning rate\n\n{_task_table(chosen)}",
+        f"Heads: windows in tokens before and after training, importance of synapses after it\n\n{_head_table(chosen)}",
+    ]
+    write_text(out / f"{experiment}.md", "\n\n".join(parts) + "\n")
+    write_text(out / f"{experiment}.csv", _csv(runs))
+    _draw_accuracy(chosen, experiment, out)
+    _draw_learning(chosen, experiment, out)
+    _draw_importance(chosen, experiment, out)
+
+
+def best_lr(runs: Sequence[Run]) -> float:
+    """The learning rate with the highest validation accuracy at the end, mean over tasks and seeds."""
+    return max({run["lr"] for run in runs}, key=lambda lr: mean(validation(r) for r in runs if r["lr"] == lr))
+
+
+def best_runs(runs: Sequence[Run], arm: str) -> list[Run]:
+    """The arm's runs at its best learning rate, by seed."""
+    own = [run for run in runs if run["arm"] == arm]
+    lr = best_lr(own)
+    return sorted((run for run in own if run["lr"] == lr), key=lambda run: run["seed"])
+
+
+def validation(run: Run, record: int = -1) -> float:
+    """Validation accuracy of a record, mean over the training tasks."""
+    return mean(task["accuracy"] for task in run["records"][record]["validation"].values())
+
+
+def over_seeds(values: Sequence[float]) -> Figure:
+    """Mean and its standard error; no error for a single seed."""
+    return Figure(mean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None)
+
+
+def _difference(chosen: dict[str, list[Run]], value: Callable[[Run], float]) -> Figure | None:
+    """Second arm less first at equal seeds; None when an arm is missing or no seed is common."""
+    if len(chosen) < 2:
+        return None
+    first, second = ({run["seed"]: value(run) for run in runs} for runs in chosen.values())
+    common = sorted(first.keys() & second.keys())
+    return over_seeds([second[seed] - first[seed] for seed in common]) if common else None
+
+
+def _test(run: Run) -> float:
+    return mean(task["accuracy"] for task in run["test"].values())
+
+
+def _seeds(runs: Sequence[Run]) -> int:
+    return len({run["seed"] for run in runs})
+
+
+def _text(figure: Figure | None, sign: str = "") -> str:
+    if figure is None:
+        return ""
+    return f"{100 * figure.value:{sign}.1f}" + ("" if figure.error is None else f" ± {100 * figure.error:.1f}")
+
+
+def _lr_table(runs: Sequence[Run], chosen: dict[str, list[Run]]) -> str:
+    rows = []
+    for arm, best in chosen.items():
+        for lr in sorted({run["lr"] for run in runs if run["arm"] == arm}):
+            own = [run for run in runs if run["arm"] == arm and run["lr"] == lr]
+            speed = mean(1000 * run["training_seconds"] / run["records"][-1]["step"] for run in own)
+            figures = [over_seeds([f(run) for run in own]) for f in (lambda r: validation(r, 0), validation, _test)]
+            mark = "chosen" if lr == best[0]["lr"] else ""
+            rows.append([arm, f"{lr:g}", len(own), *map(_text, figures), f"{speed:.0f}", mark])
+    heads = ["arm", "learning rate", "seeds", "validation before, %", "after, %", "test mean, %", "ms a step", ""]
+    return _markdown(heads, rows)
+
+
+def _task_table(chosen: dict[str, list[Run]]) -> str:
+    rows = []
+    for task in _tasks(chosen):
+        length, pairs = task.split("/")
+        figures = [over_seeds([run["test"][task]["accuracy"] for run in runs]) for runs in chosen.values()]
+        gap = _difference(chosen, lambda run, task=task: run["test"][task]["accuracy"])
+        rows.append([length, pairs, f"{100 / int(pairs):.1f}", *map(_text, figures), _text(gap, "+")])
+    figures = [over_seeds([_test(run) for run in runs]) for runs in chosen.values()]
+    rows.append(["mean", "", "", *map(_text, figures), _text(_difference(chosen, _test), "+")])
+    return _markdown(["length", "pairs", "guess among values, %", *(f"{arm}, %" for arm in chosen), "difference"], rows)
+
+
+def _head_table(chosen: dict[str, list[Run]]) -> str:
+    rows = []
+    for arm, runs in chosen.items():
+        for layer in runs[0]["windows"]["before"]:
+            for head in range(len(runs[0]["windows"]["before"][layer])):
+                before, after = (
+                    mean(run["windows"][when][layer][head] for run in runs) for when in ("before", "after")
+                )
+                last = [run["records"][-1]["importance"].get(layer) for run in runs]
+                cells = ["", ""]
+                if all(last):
+                    cells = [f"{mean(x[key][head] for x in last):.2f}" for key in ("head_ratio", "head_mean")]
+                rows.append([arm, layer, head, f"{before:.0f}", f"{after:.0f}", *cells])
+    heads = ["arm", "layer", "head", "window before", "window after", "metaplasticity ratio", "mean importance"]
+    return _markdown(heads, rows)
+
+
+def _markdown(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def _csv(runs: Sequence[Run]) -> str:
+    """One row for each run and test task."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["arm", "lr", "seed", "length", "pairs", "accuracy", "bootstrap_error"])
+    for run in sorted(runs, key=lambda run: (run["arm"], run["lr"], run["seed"])):
+        for task, figure in run["test"].items():
+            place = [run["arm"], run["lr"], run["seed"], *task.split("/")]
+            writer.writerow([*place, round(figure["accuracy"], 6), round(figure["error"] or 0.0, 6)])
+    return text.getvalue()
+
+
+def _tasks(chosen: dict[str, list[Run]]) -> list[str]:
+    return list(next(iter(chosen.values()))[0]["test"])
+
+
+def _draw_accuracy(chosen: dict[str, list[Run]], experiment: str, out: Path) -> None:
+    lines, differences = [], []
+    by_pairs: dict[str, list[str]] = {}
+    for task in _tasks(chosen):
+        by_pairs.setdefault(task.split("/")[1], []).append(task)
+    for dash, (pairs, tasks) in enumerate(by_pairs.items()):
+        lengths = [int(task.split("/")[0]) for task in tasks]
+        for colour, (arm, runs) in enumerate(chosen.items()):
+            figures = [over_seeds([run["test"][task]["accuracy"] for run in runs]) for task in tasks]
+            lines.append(Line.of(f"{arm}, {pairs} pairs", lengths, figures)._replace(colour=1 - colour, dash=dash))
+        gaps = [_difference(chosen, lambda run, task=task: run["test"][task]["accuracy"]) for task in tasks]
+        differences.append(Line.of(f"{pairs} pairs", lengths, gaps)._replace(dash=dash))
+    draw_lines(
+        out / f"{experiment}-accuracy.png",
+        lines,
+        title=f"Recall by length and pairs, mean of {len(next(iter(chosen.values())))} seeds and its standard error",
+        x="sequence length, tokens",
+        y="accuracy",
+        log_x=True,
+        y_limits=(-0.03, 1.03),
+        differences=differences if len(chosen) == 2 else (),
+    )
+
+
+def _draw_learning(chosen: dict[str, list[Run]], experiment: str, out: Path) -> None:
+    lines = []
+    for colour, (arm, runs) in enumerate(chosen.items()):
+        steps = [record["step"] for record in runs[0]["records"]]
+        figures = [over_seeds([validation(run, index) for run in runs]) for index in range(len(steps))]
+        label = f"{arm}, learning rate {runs[0]['lr']:g}"
+        lines.append(Line.of(label, steps, figures)._replace(colour=1 - colour, dash=colour))
+    path, title = out / f"{experiment}-learning.png", "Validation accuracy in training, mean over tasks and seeds"
+    draw_lines(path, lines, title=title, x="step", y="accuracy", y_limits=(-0.03, 1.03))
+
+
+def _draw_importance(chosen: dict[str, list[Run]], experiment: str, out: Path) -> None:
+    """The metaplasticity ratio of each layer over training; nothing when no arm has one."""
+    lines = []
+    for runs in chosen.values():
+        for number, layer in enumerate(runs[0]["records"][0]["importance"]):
+            steps = [record["step"] for record in runs[0]["records"]]
+            ratios = [[run["records"][i]["importance"][layer]["ratio"] for run in runs] for i in range(len(steps))]
+            line = Line.of(f"layer {layer}", steps, [over_seeds(values) for values in ratios])
+            lines.append(line._replace(colour=number, dash=number))
+    if lines:
+        title = "Metaplasticity ratio (95th over 5th percentile of a head's importance), mean over heads and seeds"
+        draw_lines(out / f"{experiment}-importance.png", lines, title=title, x="step", y="ratio")

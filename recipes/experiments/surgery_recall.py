@@ -1,0 +1,78 @@
+"""Surgery on recall: the Mamba2 models of `mqar`, trained further as they are, and with all their layers swapped.
+
+    python -m palimpsa_surgery.recipes.experiments.surgery_recall --preset cpu -o DIR      DIR is that of mqar
+    python -m palimpsa_surgery.recipes.experiments.surgery_recall -o DIR --report
+
+Each seed's source is the Mamba2 of that seed at the learning rate that is best on validation. Both arms read the same
+sequences in the same order for the same steps. The swap is `convert` itself, from the identity start, proof included.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ...base.errors import UsageError
+from ...modeling.modeling_palimpsa_mamba2 import PalimpsaMamba2ForCausalLM
+from ...surgery.convert import convert
+from ...surgery.loading import load_model
+from . import mqar
+from .recall_presets import MAMBA2, Setting
+from .recall_report import best_lr
+from .recall_runs import read_runs, run_main, run_name, run_once
+from .recall_training import FURTHER, LAYERS, train_and_test
+
+NAME = "surgery_recall"
+UNSWAPPED, SWAPPED = "unswapped", "swapped"
+
+
+def train_all(setting: Setting, out: Path, device: str = "cpu") -> None:
+    """Every arm at every learning rate and seed; a run whose file is there is not repeated.
+
+    Raises:
+        UsageError: `mqar` has not run in `out`.
+    """
+    lr_of_source = best_lr([run for run in read_runs(out, mqar.NAME) if run["arm"] == MAMBA2])
+    for lr, seed, arm in itertools.product(setting.surgery_lrs, setting.seeds, (UNSWAPPED, SWAPPED)):
+        source = out / mqar.MODELS / run_name(mqar.NAME, MAMBA2, lr_of_source, seed)
+        run_once(out, NAME, setting, arm, lr, seed, partial(_train, setting, source, device, arm, lr, seed))
+
+
+def _train(setting: Setting, source: Path, device: str, arm: str, lr: float, seed: int) -> dict[str, Any]:
+    lr_new = lr * setting.new_lr_ratio
+    model = start(setting, source, arm, seed)
+    steps = setting.surgery_steps
+    found = train_and_test(model, setting, seed=seed, lr=lr, lr_new=lr_new, steps=steps, stream=FURTHER, device=device)
+    return {"source": source.name, "lr_new": lr_new, **found}
+
+
+def start(setting: Setting, source: Path, arm: str, seed: int) -> PalimpsaMamba2ForCausalLM:
+    """The source itself, or with every layer swapped.
+
+    Raises:
+        UsageError: the source is not there.
+    """
+    if not source.is_dir():
+        raise UsageError(f"{source.parent.name}/{source.name}: is not there; run mqar with the same -o first")
+    if arm == UNSWAPPED:
+        return load_model(source)
+    groups = setting.metaplastic["beta_groups"]
+    with tempfile.TemporaryDirectory() as folder:
+        converted = Path(folder) / "converted"
+        convert(
+            source, converted, layers=range(LAYERS), init="identity", beta_groups=groups, seed=seed, verify="logits"
+        )
+        return load_model(converted)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Trains and reports."""
+    run_main(NAME, (UNSWAPPED, SWAPPED), train_all, __doc__, argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""The recall experiments from training to tables, on models of a few hundred parameters."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from palimpsa_surgery.base.errors import TrainingError, UsageError
+from palimpsa_surgery.recipes.experiments import mqar, recall_runs, surgery_recall
+from palimpsa_surgery.recipes.experiments.mqar_data import Task, recall_batch
+from palimpsa_surgery.recipes.experiments.recall_presets import MAMBA2, PALIMPSA, PRESETS
+from palimpsa_surgery.recipes.experiments.recall_training import TRAIN, answers, build_model, train_and_test
+
+TINY = dataclasses.replace(
+    PRESETS["cpu"],
+    vocab=16,
+    model={"hidden_size": 8, "num_heads": 2, "head_dim": 8, "state_size": 4, "chunk_size": 8},
+    train=(Task(8, 2), Task(16, 3)),
+    test=(Task(8, 2), Task(16, 2)),
+    lrs=(1e-2,),
+    seeds=(0, 1),
+    steps=2,
+    step_tokens=32,
+    test_rows=4,
+    validation_rows=3,
+    records=1,
+    surgery_lrs=(1e-3,),
+    surgery_steps=2,
+)
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    """Both experiments run to the end."""
+    folder = tmp_path_factory.mktemp("recall")
+    mqar.train_all(TINY, folder)
+    surgery_recall.train_all(dataclasses.replace(TINY, seeds=(0,)), folder)
+    return folder
+
+
+def test_both_arms_start_from_the_same_mamba2():
+    plain, metaplastic = (build_model(TINY, arm, 3).state_dict() for arm in (MAMBA2, PALIMPSA))
+    assert all(torch.equal(tensor, metaplastic[name]) for name, tensor in plain.items())
+    added = {name.rsplit(".", 3)[1] for name in metaplastic.keys() - plain.keys()}
+    assert "metaplasticity" in {part for name in metaplastic.keys() - plain.keys() for part in name.split(".")}, added
+    other = build_model(TINY, MAMBA2, 4).state_dict()
+    assert not torch.equal(other["backbone.embeddings.weight"], plain["backbone.embeddings.weight"])
+
+
+def test_the_control_has_no_metaplastic_layer_and_the_other_arm_has_nothing_else():
+    assert build_model(TINY, MAMBA2, 0).config.palimpsa_layers == []
+    assert build_model(TINY, PALIMPSA, 0).config.palimpsa_layers == [0, 1]
+
+
+@pytest.mark.parametrize("arm", [MAMBA2, PALIMPSA])
+def test_answers_are_the_logits_at_the_questions(arm):
+    model = build_model(TINY, arm, 0).eval()
+    batch = recall_batch(Task(16, 3), TINY.vocab, 4, np.random.default_rng(0))
+    logits = model(input_ids=batch.ids, use_cache=False).logits
+    expected = torch.stack([logits[row, positions] for row, positions in enumerate(batch.positions)])
+    torch.testing.assert_close(answers(model, batch), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("arm", [MAMBA2, PALIMPSA])
+def test_training_moves_every_parameter_and_repeats_exactly(arm):
+    results = []
+    for _ in range(2):
+        model = build_model(TINY, arm, 0)
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        found = train_and_test(model, TINY, seed=0, lr=1e-2, lr_new=1e-2, steps=2, stream=TRAIN, device="cpu")
+        still = [name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])]
+        assert still == []
+        results.append({key: value for key, value in found.items() if key != "training_seconds"})
+    assert results[0] == results[1]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run():
+    model = build_model(TINY, MAMBA2, 0)
+    torch.nn.init.constant_(model.backbone.norm_f.weight, float("nan"))
+    with pytest.raises(TrainingError, match=r"step 1: the loss is not finite at learning rate 0\.01"):
+        train_and_test(model, TINY, seed=0, lr=1e-2, lr_new=1e-2, steps=2, stream=TRAIN, device="cpu")
+
+
+def test_a_run_holds_what_the_report_needs(out):
+    run = json.loads((out / "mqar-palimpsa-lr0.01-seed1.json").read_text())
+    assert [record["step"] for record in run["records"]] == [0, 2]
+    assert run["records"][0]["importance"].keys() == {"0", "1"}
+    assert len(run["records"][-1]["importance"]["1"]["head_ratio"]) == 2
+    assert run["test"].keys() == {"8/2", "16/2"}
+    assert run["setting"] == json.loads(json.dumps(TINY.to_dict()))
+    assert [len(heads) for heads in run["windows"]["after"].values()] == [2, 2]
+
+
+def test_the_swapped_arm_starts_where_its_source_ended(out):
+    source = mqar.run_name(mqar.NAME, MAMBA2, 0.01, 0)
+    for arm in (surgery_recall.UNSWAPPED, surgery_recall.SWAPPED):
+        run = json.loads((out / f"surgery_recall-{arm}-lr0.001-seed0.json").read_text())
+        end = json.loads((out / f"{run['source']}.json").read_text())["records"][-1]["validation"]
+        assert run["records"][0]["validation"] == end
+    swapped = surgery_recall.start(TINY, out / mqar.MODELS / source, surgery_recall.SWAPPED, 0)
+    plain = surgery_recall.start(TINY, out / mqar.MODELS / source, surgery_recall.UNSWAPPED, 0)
+    batch = recall_batch(Task(16, 3), TINY.vocab, 4, np.random.default_rng(0))
+    assert swapped.config.palimpsa_layers == [0, 1]
+    torch.testing.assert_close(answers(swapped, batch), answers(plain, batch), rtol=1e-4, atol=1e-5)
+
+
+def test_finished_runs_are_not_repeated(out, monkeypatch):
+    times = {path: path.stat().st_mtime_ns for path in out.glob("*.json")}
+    missing = out / "mqar-mamba2-lr0.01-seed0.json"
+    text = json.loads(missing.read_text())
+    missing.unlink()
+    mqar.train_all(TINY, out)
+    again = json.loads(missing.read_text())
+    assert {**again, "training_seconds": 0} == {**text, "training_seconds": 0}
+    assert all(path.stat().st_mtime_ns == time for path, time in times.items() if path != missing)
+    monkeypatch.setattr(mqar, "train_and_test", None)
+    mqar.train_all(TINY, out)
+
+
+def test_runs_of_another_setting_are_refused(out):
+    with pytest.raises(UsageError, match=r"mqar-mamba2-lr0\.01-seed0\.json: was made with another setting"):
+        mqar.train_all(dataclasses.replace(TINY, steps=3), out)
+
+
+def test_surgery_without_sources_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="has no run of mqar; train first"):
+        surgery_recall.train_all(TINY, tmp_path)
+    with pytest.raises(UsageError, match="run mqar with the same -o first"):
+        surgery_recall.start(TINY, tmp_path / "models" / "mqar-mamba2", surgery_recall.SWAPPED, 0)
+
+
+@pytest.mark.parametrize("experiment", [mqar, surgery_recall], ids=lambda module: module.NAME)
+def test_the_command_reports_from_the_files(out, experiment):
+    experiment.main(["-o", str(out), "--report"])
+    assert (out / f"{experiment.NAME}.md").stat().st_size > 500
+    for plot in ("accuracy", "learning", "importance"):
+        assert (out / f"{experiment.NAME}-{plot}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_of_two_settings_are_not_mixed(out, tmp_path):
+    for number, name in enumerate(("mqar-mamba2-lr0.01-seed0.json", "mqar-mamba2-lr0.01-seed1.json")):
+        run = json.loads((out / name).read_text())
+        run["setting"]["steps"] += number
+        (tmp_path / name).write_text(json.dumps(run))
+    with pytest.raises(UsageError, match="different settings"):
+        recall_runs.read_runs(tmp_path, "mqar")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_task_of_a_preset_can_be_drawn(preset):
+    setting = PRESETS[preset]
+    for task in {*setting.train, *setting.test}:
+        recall_batch(task, setting.vocab, 1, np.random.default_rng(0))
+    assert all(setting.step_tokens % task.length == 0 for task in setting.train)
+    assert len(setting.seeds) == 3
+    assert len(setting.lrs) >= 2
