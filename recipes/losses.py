@@ -68,7 +68,7 @@ def resolve_loss(backend: str, device: torch.device) -> str:
     """
     installed = importlib.util.find_spec("liger_kernel") is not None
     if backend == "liger" and not (installed and device.type == "cuda"):
-        reason = "it needs a CUDA device" if installed else "liger_kernel is not installed"
+        reason = "it needs a CUDA device" if installed else "liger_kernel is not installed (palimpsa-surgery[liger])"
         raise UsageError(f"loss: liger was asked for, but {reason}; set loss=chunked or loss=auto")
     if backend == "auto":
         return "liger" if installed and device.type == "cuda" else "chunked"

@@ -150,7 +150,9 @@ def quantise_frozen(model: nn.Module) -> None:
     try:
         from bitsandbytes.nn import Linear4bit, Params4bit
     except ImportError as error:
-        raise UsageError("mode qlora needs the package bitsandbytes, which is not installed; install it") from error
+        raise UsageError(
+            "mode qlora needs the package bitsandbytes, which is not installed; install palimpsa-surgery[qlora]"
+        ) from error
     for parent in list(model.modules()):
         source = parent._modules.get("in_proj")
         if not isinstance(source, nn.Linear):

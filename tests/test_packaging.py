@@ -39,6 +39,21 @@ def wheel(tmp_path_factory) -> Path:
     return target / name
 
 
+def test_every_extra_that_a_message_names_is_there_and_explained(pyproject):
+    extras = pyproject["project"]["optional-dependencies"]
+    page = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
+    sources = [path for layer in LAYERS for path in (ROOT / layer).rglob("*.py")]
+    named = {
+        extra: path.name
+        for path in sources
+        for extra in re.findall(r"palimpsa-surgery\[(\w+)\]", path.read_text(encoding="utf-8"))
+    }
+    assert {"train", "liger", "qlora"} <= set(named)
+    for extra, file in named.items():
+        assert extra in extras, f"{file} asks for an extra that is not there"
+        assert f"| `{extra}` |" in page
+
+
 def test_transformers_still_finds_the_other_package_named_kernels():
     if importlib.util.find_spec("transformers") is None or not _is_installed("kernels"):
         pytest.skip("needs the PyPI package kernels")

@@ -216,5 +216,5 @@ def test_only_input_projections_are_quantised(bitsandbytes, model):
 def test_without_bitsandbytes_the_message_says_so(model, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "bitsandbytes.nn", None)
-    with pytest.raises(UsageError, match="needs the package bitsandbytes"):
+    with pytest.raises(UsageError, match=r"needs the package bitsandbytes, .*install palimpsa-surgery\[qlora\]"):
         modes.quantise_frozen(model)

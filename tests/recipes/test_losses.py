@@ -91,8 +91,13 @@ def test_gradient_checkpointing_changes_nothing(model):
         torch.testing.assert_close(p.grad, expected[name], rtol=1e-6, atol=1e-8, msg=name)
 
 
-def test_liger_by_name_is_refused_where_it_cannot_run():
-    with pytest.raises(UsageError, match=r"liger was asked for, but .*set loss=chunked"):
+@pytest.mark.parametrize(
+    ("installed", "reason"),
+    [(True, "it needs a CUDA device"), (False, r"liger_kernel is not installed \(palimpsa-surgery\[liger\]\)")],
+)
+def test_liger_by_name_is_refused_where_it_cannot_run(monkeypatch, installed, reason):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
+    with pytest.raises(UsageError, match=f"liger was asked for, but {reason}; set loss=chunked"):
         resolve_loss("liger", torch.device("cpu"))
     assert resolve_loss("auto", torch.device("cpu")) == "chunked"
 
