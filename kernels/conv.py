@@ -51,6 +51,11 @@ def why_conv_unavailable(name: str, device: torch.device) -> str | None:
         return f"it cannot be imported ({type(error).__name__}: {error})"
 
 
+def conv_backends(device: torch.device) -> dict[str, str | None]:
+    """Every backend of the convolution, the fastest first, and why it cannot run on `device`; None when it can."""
+    return {name: why_conv_unavailable(name, device) for name in _BACKENDS}
+
+
 def _refusal(name: str, dtype: torch.dtype, channels: int | None, width: int | None) -> str | None:
     """Why backend `name` cannot run this problem wherever it is."""
     if dtype == torch.float64:

@@ -98,7 +98,9 @@ def diagnose(device: str | torch.device = "cpu") -> Diagnosis:
     backends = (
         *(_scan_backends(device, dtype) for dtype in _dtypes(device)),
         _chosen("plain layers: Mamba2 scan", _ssd_backends(device), lambda: ssd.resolve_ssd_backend("auto", device)),
-        _chosen("all layers: convolution", _conv_backends(device), lambda: conv.resolve_conv_backend("auto", device)),
+        _chosen(
+            "all layers: convolution", conv.conv_backends(device), lambda: conv.resolve_conv_backend("auto", device)
+        ),
     )
     return Diagnosis(versions(), describe_device(device), backends, tuple(run_checks(device)))
 
@@ -149,10 +151,6 @@ def _ssd_backends(device: torch.device) -> dict[str, str | None]:
     return {"mamba_ssm": ssd.mamba_ssm_unavailable() if on_gpu else f"it needs CUDA, not {device}", "torch": None}
 
 
-def _conv_backends(device: torch.device) -> dict[str, str | None]:
-    return {name: conv.why_conv_unavailable(name, device) for name in conv._BACKENDS}
-
-
 def run_checks(device: torch.device) -> Iterator[Check]:
     """Compares every backend that can run here with fp64: small, odd sizes, seconds in all."""
     for dtype in _dtypes(device):
@@ -163,7 +161,7 @@ def run_checks(device: torch.device) -> Iterator[Check]:
         for name, reason in _ssd_backends(device).items():
             if reason is None:
                 yield from problem.check_plain(name)
-        for name, reason in _conv_backends(device).items():
+        for name, reason in conv.conv_backends(device).items():
             if reason is None:
                 yield from problem.check_convolution(name)
 

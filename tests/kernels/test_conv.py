@@ -27,6 +27,13 @@ def direct(x, weight, bias, state, activation="silu"):
     return (silu(y) if activation else y).transpose(1, 2), row[..., row.shape[2] - weight.shape[1] + 1 :]
 
 
+def test_every_backend_says_why_it_cannot_run():
+    found = conv.conv_backends(torch.device("cpu"))
+    assert list(found) == ["causal_conv1d", "triton", "torch"]
+    assert found.pop("torch") is None
+    assert all(found.values()), "the others need a GPU"
+
+
 @pytest.mark.parametrize("T", LENGTHS)
 @pytest.mark.parametrize("W", [2, 4])
 def test_equals_torch_at_every_length_with_its_state(T, W):
