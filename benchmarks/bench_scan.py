@@ -7,15 +7,15 @@ Beside each shape stands mamba-ssm's scan of plain Mamba2 (a cheaper function) w
 
 import argparse
 import csv
-import datetime
 import json
-import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
 import triton
-from palimpsa_surgery.kernels import api
+from common import provenance
+from palimpsa_surgery.kernels import api, ssd
 from triton.testing import do_bench
 
 HERE = Path(__file__).resolve().parent
@@ -25,10 +25,10 @@ COLUMNS = (
 )
 
 
-def make_inputs(B, T, H, P, N, G=1, g=None, dtype=torch.bfloat16, seed=0):
+def make_inputs(B, T, H, P, N, G=1, g=None, dtype=torch.bfloat16, seed=0, device="cuda"):
     """Decays like a trained layer's: d_t log-normal around 0.06, A in 1..16, a third of the heads 50 times milder."""
     torch.manual_seed(seed)
-    kw = {"device": "cuda"}
+    kw = {"device": device}
     step = torch.nn.functional.softplus(torch.randn(B, T, H, **kw) * 0.8 - 3.0)
     A = torch.rand(H, **kw) * 15 + 1
     A[::3] *= 0.02
@@ -59,12 +59,31 @@ def check(layer, g, backend) -> str:
 
 
 def milliseconds(f, repeat=100) -> float:
-    return do_bench(f, warmup=30, rep=repeat, return_mode="median")
+    """Median on the GPU; without one, the best of three by the clock, to see that it runs."""
+    if torch.cuda.is_available():
+        return do_bench(f, warmup=30, rep=repeat, return_mode="median")
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        f()
+        times.append(time.perf_counter() - start)
+    return min(times) * 1e3
 
 
-def scan_rows(layer, B, T, g, backend):
+def peak_bytes(f, held: int) -> int:
+    """Peak of the GPU's memory while `f` runs, above `held`; 0 without a GPU."""
+    if not torch.cuda.is_available():
+        f()
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    f()
+    return torch.cuda.max_memory_allocated() - held
+
+
+def scan_rows(layer, B, T, g, backend, device="cuda"):
     """(what, ms, peak GB above inputs and gradients, note) of forward, and forward + backward through autograd."""
-    inputs, step, A = make_inputs(B, T, **layer, g=g)
+    inputs, step, A = make_inputs(B, T, **layer, g=g, device=device)
     d_output = torch.randn_like(inputs["v"])
     with torch.no_grad():
         yield "forward", milliseconds(lambda: api.metaplastic_scan(*inputs.values(), backend=backend)), None, ""
@@ -79,31 +98,33 @@ def scan_rows(layer, B, T, g, backend):
     held = torch.cuda.memory_allocated()  # inputs and their gradients
     for x in leaves:
         x.grad = None
-    torch.cuda.reset_peak_memory_stats()
-    both()
-    yield "forward+backward", ms, (torch.cuda.max_memory_allocated() - held) / 1e9, ""
+    yield "forward+backward", ms, peak_bytes(both, held) / 1e9, ""
     yield from ssd_rows(inputs, step, A, d_output)
 
 
 def ssd_rows(inputs, step, A, d_output):
-    """mamba-ssm's scan of plain Mamba2 on the same shapes, when it can be imported."""
-    try:
-        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
-    except Exception as error:
-        yield "ssd", None, None, f"not importable: {type(error).__name__}"
-        return
+    """mamba-ssm's scan of plain Mamba2 on the same shapes, when it can be imported; on a CPU the project's own."""
     q, k, v = (inputs[n].detach() for n in "qkv")
     leaves = [x.detach().clone().requires_grad_() for x in (v, step, -A, k, q)]
-    run = lambda: mamba_chunk_scan_combined(*leaves, chunk_size=256)  # noqa: E731
+    reason, note = ssd.mamba_ssm_unavailable(), ""
+    if reason and v.is_cuda:
+        yield "ssd", None, None, reason
+        return
+    if reason:
+        note, run = "plain torch", lambda: ssd.mamba2_scan(*leaves)[0]
+    else:
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+        run = lambda: mamba_chunk_scan_combined(*leaves, chunk_size=256)  # noqa: E731
     with torch.no_grad():
-        yield "ssd forward", milliseconds(run), None, ""
+        yield "ssd forward", milliseconds(run), None, note
 
     def both():
         for x in leaves:
             x.grad = None
         run().backward(d_output)
 
-    yield "ssd forward+backward", milliseconds(both), None, ""
+    yield "ssd forward+backward", milliseconds(both), None, note
 
 
 def step_rows(layer, g, B=64):
@@ -123,18 +144,10 @@ def step_rows(layer, g, B=64):
     yield "step", ms, None, f"{bytes_moved / ms / 1e9:.2f} TB/s, {share:.0%} of a copy's {bandwidth / 1e12:.2f} TB/s"
 
 
-def describe() -> dict:
+def describe(given_commit: str | None = None) -> dict:
     """What a row says about the machine and the code."""
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
-    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    return {
-        "card": torch.cuda.get_device_name(),
-        "date": today,
-        "commit": git.stdout.strip(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "dtype": "bf16",
-    }
+    facts = provenance(given_commit)
+    return {"card": facts.pop("device"), **facts, "triton": triton.__version__, "dtype": "bf16"}
 
 
 def main() -> int:
@@ -145,8 +158,7 @@ def main() -> int:
     parser.add_argument("--commit", help="commit to note where git is not there")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    common = describe()
-    common["commit"] = options.commit or common["commit"]
+    common = describe(options.commit)
     with options.out.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
