@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -174,7 +175,11 @@ def _write(
         logger.warning(note)
     readme = kept_readme(out)
     with output_folder(out, force=force) as folder:
-        files = write_weights(checkpoint, folder, plan, profile, specs)
+        with ThreadPoolExecutor(max_workers=1) as beside:
+            # Copying waits for the disk; the libraries of what follows take seconds to import.
+            imported = beside.submit(_import_for_later)
+            files = write_weights(checkpoint, folder, plan, profile, specs)
+            imported.result()
         with flushing(folder):
             write_surroundings(checkpoint, folder, config, dtype)
             write_plan(plan, folder / PLAN_FILE)
@@ -200,6 +205,11 @@ def _write(
             plot_profile(profile, folder / PICTURE_FILE, chosen=plan.layers)
     logger.info("%s: %d layers swapped (%s)", out.name, len(plan.layers), ", ".join(str(i) for i in plan.layers))
     return report
+
+
+def _import_for_later() -> None:
+    from .. import modeling  # noqa: F401
+    from . import plots  # noqa: F401
 
 
 def _verified(
