@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 INK, GREY = "#1a1a1a", "#8a8a8a"
 COLOURS = ("#d62728", "#1f77b4")
@@ -18,6 +19,8 @@ _MARKS = ("o", "s", "^", "D")
 _MOST_CELLS_LABELLED = 150
 _LOG_FROM = 10
 """A logarithmic axis from this ratio of highest to lowest on: below, its ticks say little."""
+_FLAT = 0.01
+"""Values that differ by less than this part of themselves are drawn as the same."""
 
 
 class Line(NamedTuple):
@@ -78,6 +81,7 @@ def _plot(axes, lines: Sequence[Line], y: str, log_x: bool) -> None:
     if log_x:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else "")
+    axes.ticklabel_format(axis="y", useOffset=False)
     axes.set_ylabel(y, color=INK)
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.tick_params(labelsize=8, colors=INK)
@@ -116,6 +120,15 @@ def draw_grids(
     _save(figure, path)
 
 
+def _plain_axis(axes, values: Sequence[float]) -> None:
+    """Ticks that are the numbers themselves, not what is to be added to a number at the end of the axis; and where all
+    values are the same to the eye, an axis that shows them so."""
+    low, high = min(values), max(values)
+    if high - low < _FLAT * abs(high):
+        axes.set_ylim(low - _FLAT * abs(low), high + _FLAT * abs(high))
+    axes.ticklabel_format(axis="y", useOffset=False)
+
+
 def _label_cells(axes, image, values: np.ndarray) -> None:
     if values.size > _MOST_CELLS_LABELLED:
         return
@@ -149,7 +162,9 @@ def draw_heads(
     places = figure.subplots(len(panels), 2, squeeze=False)
     for (left, right), (name, grid, growth) in zip(places, panels, strict=True):
         logs = np.log10(np.array(list(grid.values())))
-        image = left.imshow(logs, aspect="auto", cmap="viridis", vmin=0.0, interpolation="nearest")
+        most = max(_FLAT, float(logs.max()))
+        image = left.imshow(logs, aspect="auto", cmap="viridis", vmin=0.0, vmax=most, interpolation="nearest")
+        left.xaxis.set_major_locator(MaxNLocator(integer=True))
         left.set_yticks(range(len(grid)), [str(layer) for layer in grid])
         left.set_ylabel("swapped layer", color=INK)
         left.set_xlabel("head", color=INK)
@@ -163,6 +178,8 @@ def draw_heads(
         means = [mean for _, values in growth.values() for mean in values]
         if max(means) > _LOG_FROM * min(means):
             right.set_yscale("log")
+        else:
+            _plain_axis(right, means)
         right.set_xlabel("tokens read", color=INK)
         right.set_title("mean importance of the synapses", fontsize=9, color=INK)
         right.grid(alpha=0.25, linewidth=0.6, which="both")

@@ -99,6 +99,21 @@ def test_heads_and_growth_of_every_layer(tmp_path, drawn, means, scale):
     assert right.get_yscale() == scale
 
 
+@pytest.mark.parametrize("means", [[1.0, 1.0], [1.0, 1.0000001], [1.0, 1.02], [1000.0, 1000.3], [0.0, 0.0]])
+def test_ticks_are_the_numbers_themselves(tmp_path, drawn, means):
+    """Importance at the identity start is one to seven digits: ticks of 1e-7 beside a lonely +1 say nothing."""
+    draw_heads(tmp_path / "i.png", [("ours", {3: [1.0, 1.0]}, {3: ([64, 512], means)})])
+    draw_lines(tmp_path / "l.png", [Line.of("a", [1, 2], [Value(m, None) for m in means])], title="t", x="x", y="y")
+    for axes in (drawn[0].axes[1], drawn[1].axes[0]):
+        assert "+" not in axes.yaxis.get_offset_text().get_text()
+        assert axes.get_ylim()[0] <= min(means)
+        assert axes.get_ylim()[1] >= max(means)
+    assert drawn[0].axes[0].images[0].get_clim() == (0.0, eval_plots._FLAT)
+    assert all(float(tick).is_integer() for tick in drawn[0].axes[0].get_xticks())
+    low, high = drawn[0].axes[1].get_ylim()
+    assert high - low > 1e-3 * means[0], "what cannot be seen apart is not blown up"
+
+
 def test_text_on_a_cell_can_be_read(tmp_path, drawn):
     grid = [("viridis", (0.0, 1.0), [("a", np.array([[0.0, 1.0]]))])]
     draw_grids(tmp_path / "g.png", grid, title="t", x=("x", [1, 2]), y=("y", [0]))
