@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from . import __version__
-from .base.console import human_bytes, human_count, human_seconds, setup_logging, table
+from .base.console import counted, human_bytes, human_count, human_seconds, setup_logging, table
 from .base.errors import EXIT_CHECK_FAILED, EXIT_FAILED, PalimpsaError, UsageError
 
 app = typer.Typer(
@@ -112,7 +112,8 @@ def _device(name: str) -> str:
     except RuntimeError as error:
         raise UsageError(f"--device {name}: there is no such device; give auto, cpu, cuda or cuda:N") from error
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise UsageError(f"--device {name}: this machine has {count} CUDA devices; give auto, cpu or one that is there")
+        there = counted(count, "CUDA device")
+        raise UsageError(f"--device {name}: this machine has {there}; give auto, cpu or one that is there")
     return name
 
 
@@ -251,7 +252,7 @@ def plan(
         _print_json(made.model_dump(mode="json"))
         return
     print(table([(layer, made.reasons.get(layer, "")) for layer in made.layers], ("layer", "reason")))
-    print(f"\nstart: {made.init}, rank {made.beta_rank}, {made.beta_groups} importance(s) a head\n")
+    print(f"\nstart: {made.init}, rank {made.beta_rank}, {counted(made.beta_groups, 'importance')} a head\n")
     print("estimates for 100 M tokens in bf16, one window of 2,048 tokens at a time:\n")
     headers = ("fine-tuning", "trained", "memory", "time at 200 TFLOP/s")
     print(table(estimate_rows(checkpoint, made.layers), headers) + f"\n\nwrote {out}")
@@ -344,7 +345,7 @@ def finetune(
     rows = [(step, loss, error) for step, loss, error in result.validation]
     if rows:
         print(table(rows, ("step", "validation loss", "+-")) + "\n")
-    print(f"{result.steps} steps, {human_count(result.tokens)} tokens, {human_seconds(result.seconds)}")
+    print(f"{counted(result.steps, 'step')}, {human_count(result.tokens)} tokens, {human_seconds(result.seconds)}")
     print(f"wrote {result.final}")
 
 

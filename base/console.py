@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
 from types import TracebackType
 from typing import Any
 
@@ -132,6 +132,16 @@ def _is_number(text: str) -> bool:
 def counted(count: int, noun: str, plural: str | None = None) -> str:
     """(1, 'layer') -> '1 layer'; (3, 'layer') -> '3 layers'. `plural` where it is not the noun with an s."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def listed(noun: str, items: Collection[Any]) -> str:
+    """('layer', [3]) -> 'layer 3'; ('layer', [1, 3]) -> 'layers 1, 3'."""
+    return f"{noun if len(items) == 1 else noun + 's'} {', '.join(map(str, items))}"
+
+
+def are(count: int) -> str:
+    """The verb that goes with a count."""
+    return "is" if count == 1 else "are"
 
 
 def human_bytes(count: float) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from .console import counted
 from .errors import CheckpointError, DataError, UsageError
 from .files import named_path
 
@@ -222,9 +223,11 @@ def token_windows(
         The windows, int64 arrays, and what outputs record about them: data, tokens, seq_len, windows, seed.
     """
     if seq_len < 2:
-        raise UsageError(f"a window of {seq_len} tokens holds nothing to predict; give --seq-len 2 or more")
+        raise UsageError(f"a window of {counted(seq_len, 'token')} holds nothing to predict; give --seq-len 2 or more")
     if tokens < seq_len:
-        raise UsageError(f"{tokens} tokens do not fill one window of {seq_len}; raise --tokens or lower --seq-len")
+        raise UsageError(
+            f"{counted(tokens, 'token')} cannot fill one window of {seq_len:,}; raise --tokens or lower --seq-len"
+        )
     count = tokens // seq_len
     stream = _token_stream(_shuffled(iter_documents(data), seed), tokenizer, count * seq_len * spread)
     if vocab_size is not None and len(stream) and stream.max() >= vocab_size:
@@ -233,7 +236,8 @@ def token_windows(
             f"use the tokenizer that the model was trained with"
         )
     if len(stream) < 2:
-        raise DataError(f"{data_name(data)}: holds {len(stream)} token(s), too few to measure or predict anything")
+        count = counted(len(stream), "token")
+        raise DataError(f"{data_name(data)}: holds {count}, too few to measure or predict anything")
     windows = [stream[i : i + seq_len] for i in range(0, len(stream) - seq_len + 1, seq_len)] or [stream]
     if len(windows) > count:
         windows = [windows[index * len(windows) // count] for index in range(count)]

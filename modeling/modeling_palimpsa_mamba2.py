@@ -83,8 +83,8 @@ class PalimpsaMamba2PreTrainedModel(PreTrainedModel):
         missing = sorted(info["missing_keys"])
         if missing:
             raise CheckpointError(
-                f"{pretrained_model_name_or_path}: {len(missing)} tensors that config.json calls for are missing "
-                f"({_some(missing)}); convert the source again, or correct palimpsa_layers"
+                f"{pretrained_model_name_or_path}: config.json calls for tensors that are missing, {len(missing)} in "
+                f"all ({_some(missing)}); convert the source again, or correct palimpsa_layers"
             )
         stray = sorted(key for key in info["unexpected_keys"] if ".metaplasticity." in key)
         if stray:

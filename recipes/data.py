@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..base.console import progress
+from ..base.console import counted, progress
 from ..base.errors import DataError
 from ..base.files import dump_json, load_json, named_path, output_folder
 from ..base.text import EMBEDDED_TEXT, data_name, embedded_text_path, iter_documents
@@ -153,7 +153,7 @@ def _tokenise(
         np.save(target / "offsets.npy", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
         meta = {"format": FORMAT, "dtype": dtype.name, "tokens": written, "documents": len(lengths), "chat": chat}
         (target / "meta.json").write_text(dump_json(meta))
-    logger.info("%s: %d documents, %d tokens", name, len(lengths), written)
+    logger.info("%s: %s, %s", name, counted(len(lengths), "document"), counted(written, "token"))
 
 
 def _batches(records: Iterable[Any]) -> Iterator[list[Any]]:

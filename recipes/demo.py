@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from ..base.console import human_seconds, table
+from ..base.console import counted, human_seconds, table
 from ..base.files import named_path, refuse_existing, write_text
 from ..base.text import EMBEDDED_CHECKPOINT, iter_documents, load_tokenizer, token_windows
 from ..surgery.checkpoint import open_checkpoint
@@ -248,7 +248,7 @@ def render_report(result: DemoResult, options: DemoOptions) -> str:
     return f"""# Surgery on the embedded Mamba2
 
 Layers {swapped} (the longest windows of 8, see `plan.yaml`) became Palimpsa-M. The converted model was verified to
-equal its source (`converted/surgery_report.json`), then fine-tuned for {options.steps} steps.
+equal its source (`converted/surgery_report.json`), then fine-tuned for {counted(options.steps, "step")}.
 
 ![forgetting](profile.png)
 

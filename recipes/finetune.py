@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..base.console import human_count, human_seconds
+from ..base.console import counted, human_count, human_seconds
 from ..base.errors import OutputExistsError, UsageError
 from ..base.files import named_path, write_text
 from ..base.text import load_tokenizer
@@ -271,8 +271,8 @@ def _result(run: Training, seconds: float) -> RunResult:
         seconds=seconds,
     )
     logger.info(
-        "%d steps, %s tokens in %s%s",
-        result.steps,
+        "%s, %s tokens in %s%s",
+        counted(result.steps, "step"),
         human_count(result.tokens),
         human_seconds(seconds),
         f"; validation loss {validation[0][1]:.4f} -> {validation[-1][1]:.4f}" if len(validation) > 1 else "",

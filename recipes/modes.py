@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..base.console import human_count, table
+from ..base.console import counted, human_count, table
 from ..base.errors import UsageError
 from ..surgery.checkpoint import Checkpoint
 from .config import Recipe
@@ -57,7 +57,7 @@ def prepare_mode(model: nn.Module, checkpoint: Checkpoint, recipe: Recipe) -> nn
         recipe.mode,
         human_count(selection.trained),
         human_count(selection.frozen),
-        "; ".join(f"{name}: {len(names)} tensors" for name, names in selection.groups.items()),
+        "; ".join(f"{name}: {counted(len(names), 'tensor')}" for name, names in selection.groups.items()),
     )
     return model
 
@@ -111,7 +111,8 @@ def coverage(model: nn.Module, targets: list[str], layers: list[int]) -> list[Co
 def coverage_table(rows: list[Coverage], layers: list[int], model: nn.Module) -> str:
     """What the adapters cover, as a table to read before training starts."""
     total = model.config.num_hidden_layers
-    headers = ("adapter on", f"swapped layers (of {len(layers)})", f"other modules (of {total - len(layers)} layers)")
+    others = counted(total - len(layers), "layer")
+    headers = ("adapter on", f"swapped layers (of {len(layers)})", f"other modules (of {others})")
     return table([(row.target, row.swapped, row.source) for row in rows], headers)
 
 

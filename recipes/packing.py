@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..base.console import counted
 from ..base.errors import DataError
 from .data import TokenStore
 
@@ -54,7 +55,8 @@ class TokenStream:
         self.lengths = np.diff(store.offsets)[self.chosen]
         self.length = int(self.lengths.sum())
         if self.length < 2:
-            raise DataError(f"the text holds {self.length} token(s), too few to predict anything; give more text")
+            count = counted(self.length, "token")
+            raise DataError(f"the text holds {count}, too few to predict anything; give more text")
         self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def window(self, position: int, length: int) -> Window:
@@ -133,7 +135,7 @@ def as_window(tokens: Window | Sequence[int] | np.ndarray) -> Window:
         return tokens
     ids = np.asarray(tokens, np.int64).reshape(-1)
     if len(ids) < 2:
-        raise DataError(f"a window of {len(ids)} token(s) holds nothing to predict; give at least 2")
+        raise DataError(f"a window of {counted(len(ids), 'token')} holds nothing to predict; give at least 2")
     return Window(ids[:-1], ids[1:])
 
 

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
+from ..base.console import counted
 from ..base.errors import DataError, EvaluationError, UsageError
 from ..base.text import token_windows
 from .streaming import stream_losses
@@ -73,9 +74,11 @@ class EvalOptions:
             if not getattr(self, name):
                 raise UsageError(f"{name} is empty, expected at least one number")
         if self.lengths[0] < 2:
-            raise UsageError(f"lengths: a sequence of {self.lengths[0]} tokens predicts nothing; give 2 or more")
+            count = counted(self.lengths[0], "token")
+            raise UsageError(f"lengths: a sequence of {count} predicts nothing; give 2 or more")
         if self.pairs[0] < 2:
-            raise UsageError(f"pairs: {self.pairs[0]} pair(s) leave nothing to choose from; give 2 or more")
+            count = counted(self.pairs[0], "pair")
+            raise UsageError(f"pairs: {count} would leave nothing to choose from; give 2 or more")
         if self.depths[0] < 0 or self.depths[-1] > 1:
             raise UsageError(f"depths: {self.depths} must lie between 0 (the beginning) and 1 (the end)")
         for name in ("trials", "chunk", "repeats", "decode_tokens"):
@@ -184,9 +187,8 @@ class EvalText:
         if not length:
             return np.empty(0, np.int64)
         if len(self.stream) < length:
-            raise DataError(
-                f"the text holds {len(self.stream)} tokens, fewer than the {length} asked for; give more --data"
-            )
+            count = counted(len(self.stream), "token")
+            raise DataError(f"the text holds {count}, fewer than the {length:,} asked for; give more --data")
         return np.roll(self.stream, -((number * length) % len(self.stream)))[:length]
 
     def rare_tokens(self, count: int, around: np.ndarray, generator: np.random.Generator) -> np.ndarray:

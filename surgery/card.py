@@ -8,6 +8,7 @@ from pathlib import Path
 
 import yaml
 
+from ..base.console import are, counted, listed
 from .card_evaluation import CardEvaluation
 from .plan import Plan
 from .profile import Profile
@@ -93,15 +94,17 @@ def _summary(facts: CardFacts) -> str:
     if not facts.swapped:
         source = f", fine-tuned from `{facts.base_model}`" if facts.base_model else ""
         return f"A Mamba2 language model{source}, stored in the layout of `palimpsa_mamba2` with no layer swapped."
+    count = len(facts.swapped)
     if facts.plan is None:
-        return f"A Mamba2 language model in which {len(facts.swapped)} layers are Palimpsa-M ([paper]({PAPER}))."
+        return f"A Mamba2 language model in which {counted(count, 'layer')} {are(count)} Palimpsa-M ([paper]({PAPER}))."
     source = facts.base_model or facts.plan.source
-    layers = "layer was" if len(facts.swapped) == 1 else "layers were"
+    layers, was = counted(count, "layer"), "was" if count == 1 else "were"
+    groups = counted(facts.plan.beta_groups, "importance")
     return (
-        f"A Mamba2 language model made from `{source}`, in which {len(facts.swapped)} {layers} replaced by Palimpsa-M: "
+        f"A Mamba2 language model made from `{source}`, in which {layers} {was} replaced by Palimpsa-M: "
         f"a Mamba2 mixer whose synapses carry an importance that protects what was learnt from being overwritten "
         f"([paper]({PAPER})). All weights of the source are kept; each swapped layer adds a low-rank importance gate "
-        f"(rank {facts.plan.beta_rank}, {facts.plan.beta_groups} importances a head), a scale and a prior per head."
+        f"(rank {facts.plan.beta_rank}, {groups} a head), a scale and a prior per head."
     )
 
 
@@ -116,7 +119,7 @@ def _layers(facts: CardFacts) -> str:
 def _layer_table(facts: CardFacts) -> str:
     if facts.profile is None or facts.plan is None:
         rule = f", listed by hand (rule: {facts.plan.rule})" if facts.plan else ""
-        return f"Layers {', '.join(str(layer) for layer in facts.swapped)}{rule}."
+        return f"{listed('Layer', facts.swapped)}{rule}."
     rows = ["| layer | window (tokens) | rate (nats a token) | why |", "| --- | --- | --- | --- |"]
     for layer in facts.swapped:
         figures = facts.profile.layers[layer]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..base.console import counted
 from ..base.errors import KernelUnavailableError
 from ..kernels import api, conv, ssd
 
@@ -133,7 +134,7 @@ def describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return f"{device}: {torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
-    return f"{device}: {platform.machine()}, {torch.get_num_threads()} threads"
+    return f"{device}: {platform.machine()}, {counted(torch.get_num_threads(), 'thread')}"
 
 
 def _chosen(part: str, unavailable: dict[str, str | None], resolve: Callable[[], str]) -> LayerBackend:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.console import progress
+from ..base.console import are, counted, listed, progress
 from ..base.errors import CheckpointError, UsageError, VerificationError
 from ..base.files import output_folder, refuse_existing, refuse_to_delete, write_json, write_text
 from .card import CardFacts, license_terms, render_card
@@ -69,7 +69,7 @@ def export(
     swapped = checkpoint.palimpsa_layers
     if swapped and layout == "mamba_ssm" and not off:
         raise UsageError(
-            f"{checkpoint.source_id}: layers {', '.join(map(str, swapped))} are Palimpsa-M, for which mamba_ssm's "
+            f"{checkpoint.source_id}: {listed('layer', swapped)} {are(len(swapped))} Palimpsa-M, for which mamba_ssm's "
             "layout has no place; give --off to leave their importance out, which is another function"
         )
     config = {**checkpoint.config, **({"palimpsa_layers": []} if off else {})}
@@ -77,8 +77,9 @@ def export(
     with output_folder(out, force=force) as folder:
         WRITERS[layout](checkpoint, folder, config, specs, Path(out).resolve().name)
         _check(checkpoint, folder, specs)
-    left_out = f", {len(checkpoint.tensors) - len(specs)} tensors of the importance left out" if swapped and off else ""
-    logger.info("wrote %s: %d tensors in the layout %s%s", Path(out).name, len(specs), layout, left_out)
+    importance = counted(len(checkpoint.tensors) - len(specs), "tensor")
+    left_out = f", {importance} of the importance left out" if swapped and off else ""
+    logger.info("wrote %s: %s in the layout %s%s", Path(out).name, counted(len(specs), "tensor"), layout, left_out)
     return Path(out)
 
 

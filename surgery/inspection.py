@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..base.console import human_count
+from ..base.console import counted, human_count
 from .checkpoint import Checkpoint
 from .forgetting import static_forgetting
 
@@ -104,7 +104,7 @@ class Inspection:
             ("parameters", f"{human_count(self.parameters)} ({_dtypes(self.dtypes)})"),
             ("layers", str(sizes["num_hidden_layers"])),
             ("width", str(sizes["hidden_size"])),
-            ("heads", f"{sizes['num_heads']} of {sizes['head_dim']}, in {sizes['n_groups']} group(s)"),
+            ("heads", f"{sizes['num_heads']} of {sizes['head_dim']}, in {counted(sizes['n_groups'], 'group')}"),
             ("state size", str(sizes["state_size"])),
             ("vocabulary", f"{sizes['vocab_size']} rows, head {shared}"),
             ("swapped layers", ", ".join(map(str, self.swapped_layers)) or "none"),

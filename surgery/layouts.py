@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..base.console import are, counted, listed
 from ..base.errors import CheckpointError
 from .keymap import strip_wrappers
 from .lazy import TensorInfo
@@ -203,7 +204,7 @@ def _refuse_hybrid(where: str, content: dict[str, Any]) -> None:
     if attention:
         attention = attention if isinstance(attention, list) else [attention]
         raise CheckpointError(
-            f"{where}:attn_layer_idx: layers {', '.join(map(str, attention))} are attention blocks, only models "
+            f"{where}:attn_layer_idx: {listed('layer', attention)} {are(len(attention))} attention, only models "
             "of Mamba2 blocks alone are supported; choose another checkpoint"
         )
     if content.get("d_intermediate"):
@@ -297,8 +298,8 @@ def _check_geometry(where: str, config: dict[str, Any], tensors: int) -> None:
     _check_types(where, config)
     if config["num_hidden_layers"] > tensors:
         raise CheckpointError(
-            f"{where}: gives num_hidden_layers = {config['num_hidden_layers']}, but the weights are {tensors} tensors "
-            "in all; the config belongs to other weights"
+            f"{where}: gives num_hidden_layers = {config['num_hidden_layers']}, but the weights are "
+            f"{counted(tensors, 'tensor')} in all; the config belongs to other weights"
         )
     heads, size = config["num_heads"], config["head_dim"]
     if heads * size != config["expand"] * config["hidden_size"]:
@@ -309,7 +310,7 @@ def _check_geometry(where: str, config: dict[str, Any], tensors: int) -> None:
         )
     if heads % config["n_groups"]:
         raise CheckpointError(
-            f"{where}: {config['n_groups']} groups do not divide {heads} heads; correct n_groups or num_heads"
+            f"{where}: {config['n_groups']} groups do not divide {counted(heads, 'head')}; correct one of them"
         )
 
 

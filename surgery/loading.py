@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
+from ..base.console import counted
 from ..base.errors import CheckpointError
 from ..modeling.configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 from ..modeling.modeling_palimpsa_mamba2 import PalimpsaMamba2ForCausalLM
@@ -78,7 +79,7 @@ def _parameters(model: PalimpsaMamba2ForCausalLM, checkpoint: Checkpoint) -> dic
     if wanted != stored:
         odd = sorted({name for name, _ in wanted.items() ^ stored.items()})
         raise CheckpointError(
-            f"{checkpoint.source_id}: {len(odd)} tensors are not those of the model ({', '.join(odd[:5])}); "
-            "the checkpoint was written for another version of this package"
+            f"{checkpoint.source_id}: the model and the checkpoint differ in {counted(len(odd), 'tensor')} "
+            f"({', '.join(odd[:5])}); the checkpoint was written for another version of this package"
         )
     return {name: (module, attribute) for name, (module, attribute, _) in found.items()}

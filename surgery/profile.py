@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from ..base.console import counted
 from ..base.errors import SchemaError
 from ..base.files import dump_json, write_text
 from ..base.schemas import StrictModel, StrictPart, read_model
@@ -36,7 +37,7 @@ class LayerCalibration(StrictPart):
     @model_validator(mode="after")
     def _same_heads(self) -> LayerCalibration:
         if len(self.importance) != len(self.spread):
-            raise ValueError(f"importance has {len(self.importance)} heads, spread {len(self.spread)}")
+            raise ValueError(f"importance has {counted(len(self.importance), 'head')}, spread {len(self.spread)}")
         return self
 
 
@@ -54,9 +55,11 @@ class LayerProfile(StrictPart):
     @model_validator(mode="after")
     def _same_heads(self) -> LayerProfile:
         if len(self.head_rate) != len(self.head_window):
-            raise ValueError(f"head_rate has {len(self.head_rate)} heads, head_window {len(self.head_window)}")
+            heads = counted(len(self.head_rate), "head")
+            raise ValueError(f"head_rate has {heads}, head_window {len(self.head_window)}")
         if self.calibration and len(self.calibration.importance) != len(self.head_rate):
-            raise ValueError(f"calibration has {len(self.calibration.importance)} heads, not {len(self.head_rate)}")
+            heads = counted(len(self.calibration.importance), "head")
+            raise ValueError(f"calibration has {heads}, not {len(self.head_rate)}")
         return self
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from ..base.console import counted
 from ..base.errors import CheckpointError
 from ..base.files import named_path
 from ..base.text import EMBEDDED_CHECKPOINT, embedded_checkpoint_path
@@ -198,7 +199,7 @@ def _indexed_files(folder: Path, index: str) -> list[str]:
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(
-            f"{index}: names {len(files)} files of which {len(missing)} are not there ({', '.join(missing[:5])}); "
+            f"{index}: of its {counted(len(files), 'file')} {len(missing)} cannot be found ({', '.join(missing[:5])}); "
             "download the missing shards"
         )
     return files

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..base.console import counted
 from ..base.errors import UsageError
 from .profile import LayerProfile, Profile
 
@@ -89,6 +90,6 @@ def choose_layers(profile: Profile, count: int, rule: str = DEFAULT_RULE, *, see
         count = len(candidates)
     if not 1 <= count <= len(candidates):
         swapped = f" ({len(profile.swapped)} of {len(profile.layers)} are swapped already)" if profile.swapped else ""
-        raise UsageError(f"--layers {count}: the model has {len(candidates)} layers to choose from{swapped}")
+        raise UsageError(f"--layers {count}: the model has {counted(len(candidates), 'layer')} to choose from{swapped}")
     ranking = RULES[rule](candidates, seed)[:count]
     return Choice(rule=rule, layers=tuple(layer for layer, _ in ranking), reasons=dict(ranking))

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from ..base.console import counted
 from ..base.errors import CheckpointError, SchemaError, UsageError
 from ..base.files import load_json, load_yaml, named_path, write_json, write_text
 from ..base.schemas import read_model
@@ -236,14 +237,19 @@ def training_facts(recipe: Path) -> tuple[str, ...]:
     content = load_yaml(recipe)
     content = content if isinstance(content, dict) else {}
     data = content.get("data") if isinstance(content.get("data"), dict) else {}
-    amount = f"{content['steps']} steps" if content.get("steps") else f"{content.get('tokens')} tokens"
-    facts = [
-        f"mode `{content.get('mode')}`, {amount}, {content.get('batch_size')} sequences of {data.get('seq_len')} a step"
-    ]
+    amount = _counted(content, "steps", "step") if content.get("steps") else _counted(content, "tokens", "token")
+    batch = _counted(content, "batch_size", "sequence")
+    facts = [f"mode `{content.get('mode')}`, {amount}, {batch} of {data.get('seq_len')} a step"]
     if data.get("train"):
         facts.append(f"text: `{_cleaned(data['train'])}`")
     facts.append("`recipe.yaml` has every setting")
     return tuple(facts)
+
+
+def _counted(content: dict[str, Any], key: str, noun: str) -> str:
+    """`steps: 40` as `40 steps`; what is no whole number as it is."""
+    value = content.get(key)
+    return counted(value, noun) if isinstance(value, int) else f"{value} {noun}s"
 
 
 def _copy_evaluation(report: Path, staging: Path) -> CardEvaluation:

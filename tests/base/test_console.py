@@ -104,3 +104,8 @@ def test_units(call, value, text):
 )
 def test_counts_have_the_right_noun(arguments, text):
     assert console.counted(*arguments) == text
+
+
+@pytest.mark.parametrize(("items", "text"), [([3], "layer 3 is"), ((1, 3), "layers 1, 3 are"), ([], "layers  are")])
+def test_lists_have_the_right_noun_and_verb(items, text):
+    assert f"{console.listed('layer', items)} {console.are(len(items))}" == text

@@ -149,7 +149,7 @@ def test_an_output_that_exists_is_kept(model_folder, tmp_path):
         ({"suites": ()}, "no suite was asked for"),
         ({"options": {"pears": (2,)}}, "options: there is no pears; expected some of lengths"),
         ({"dtype": "int8"}, "--dtype int8: expected one of float32"),
-        ({"lengths": (1,)}, "a sequence of 1 tokens"),
+        ({"lengths": (1,)}, "a sequence of 1 token predicts nothing"),
     ],
 )
 def test_requests_that_make_no_sense(model_folder, changes, message):

@@ -55,9 +55,9 @@ def test_an_unknown_suite_is_refused_with_the_names():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lengths": (1, 8)}, "a sequence of 1 tokens predicts nothing"),
+        ({"lengths": (1, 8)}, "a sequence of 1 token predicts nothing"),
         ({"lengths": ()}, "lengths is empty"),
-        ({"pairs": (1,)}, r"1 pair\(s\) leave nothing to choose"),
+        ({"pairs": (1,)}, "1 pair would leave nothing to choose"),
         ({"depths": (0.5, 1.5)}, r"depths: \(0\.5, 1\.5\) must lie between 0"),
         ({"trials": 0}, "trials is 0"),
         ({"chunk": -1}, "chunk is -1"),

@@ -57,7 +57,7 @@ def test_swapped_layers_stand_with_windows_and_reasons():
 def test_a_single_layer_reads_as_one_and_no_profile_as_a_list():
     card = render_card(facts(swapped=(2,), profile=None))
     assert "1 layer was replaced" in card
-    assert "Layers 2, listed by hand" in card
+    assert "Layer 2, listed by hand" in card
     assert "profile.json" not in card
 
 

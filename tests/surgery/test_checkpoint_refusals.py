@@ -45,7 +45,7 @@ def test_an_empty_ssm_cfg_with_mamba2_tensors_opens(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"attn_layer_idx": [1, 2]}, "attn_layer_idx: layers 1, 2 are attention blocks"),
+        ({"attn_layer_idx": [1, 2]}, "attn_layer_idx: layers 1, 2 are attention, only models"),
         ({"d_intermediate": 64}, "d_intermediate: is 64, so every block has an MLP"),
         ({"rms_norm": False}, "rms_norm: is False, only True is supported"),
         ({"ssm_cfg": {"layer": "Mamba1"}}, "ssm_cfg.layer: is 'Mamba1', only Mamba2"),
@@ -185,7 +185,7 @@ def test_a_shard_index_that_points_outside_its_folder(tmp_path, target):
 def test_a_missing_shard(tmp_path):
     pico.write_hf(tmp_path, shards=3)
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
-    refused(tmp_path, r"names 3 files of which 1 are not there \(model-00002-of-00003.safetensors\)")
+    refused(tmp_path, r"of its 3 files 1 cannot be found \(model-00002-of-00003.safetensors\)")
 
 
 @pytest.mark.parametrize("content", [{}, {"weight_map": {}}, {"weight_map": {"a": 1}}, {"weight_map": ["a"]}])

@@ -73,7 +73,7 @@ def test_the_tables(converted):
     _, found = converted
     facts = dict(found.rows())
     assert facts["swapped layers"] == "1"
-    assert facts["heads"] == "4 of 8, in 1 group(s)"
+    assert facts["heads"] == "4 of 8, in 1 group"
     assert facts["vocabulary"] == "32 rows, head tied to the embedding"
     assert facts["not used"].startswith("lm_head.weight: ")
     assert "warning" in facts
