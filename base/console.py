@@ -30,11 +30,12 @@ def setup_logging(verbosity: int = 0) -> None:
     logger.propagate = False
     if verbosity < 1:
         warnings.filterwarnings("ignore", category=FutureWarning)
-    if not _visible():
+    if not bars_are_drawn():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
-def _visible() -> bool:
+def bars_are_drawn() -> bool:
+    """Whether progress is shown as a line that is redrawn: on a terminal, unless `-q`."""
     return not _settings["quiet"] and sys.stderr.isatty()
 
 
@@ -77,7 +78,7 @@ class Progress:
         self._done += count
         self._note = note or self._note
         now = time.monotonic()
-        if _visible() and now - self._drawn >= _REDRAW_SECONDS:
+        if bars_are_drawn() and now - self._drawn >= _REDRAW_SECONDS:
             self._drawn = now
             self._draw(now - self._started)
 

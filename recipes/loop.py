@@ -27,8 +27,12 @@ from .diagnosis import bad_gradients, first_bad_module
 from .evaluate import LossResult
 from .optim import set_lr
 from .packing import IGNORED, TokenStream, Window, collate
+from .run_log import RunLog, device_name
 
 logger = logging.getLogger(__name__)
+
+METRICS_VERSION = 1
+"""`schema_version` of `metrics.jsonl`, in every line that starts or resumes a run."""
 
 
 @dataclass
@@ -75,6 +79,7 @@ def train(run: Training) -> None:
     """
     recipe, total = run.recipe, run.recipe.total_steps()
     write_metrics(run, _start_line(run))
+    log = RunLog(run)
     if run.validate is not None and run.position.step == 0:
         _record_validation(run, 0)
     run.module.train()
@@ -88,6 +93,7 @@ def train(run: Training) -> None:
             seconds = time.perf_counter() - started
             _record_step(run, done, rates, seconds, recorder)
             bar.advance(1, f"loss {done.loss:.4f}  {done.tokens / seconds:,.0f} tokens/s  {human_bytes(memory_used())}")
+            log.step(done.loss, done.tokens / seconds, memory_used())
             last = step + 1 == total
             if run.validate is not None and (last or (recipe.eval_every and (step + 1) % recipe.eval_every == 0)):
                 _record_validation(run, step + 1)
@@ -207,9 +213,13 @@ def _explain(run: Training, step: int, micro: list[dict[str, Tensor]], loss: flo
 
 def _start_line(run: Training) -> dict[str, Any]:
     """Where and how a run starts or goes on."""
-    device = run.accelerator.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return {"kind": "start", "step": run.position.step, "processes": run.accelerator.num_processes, "device": name}
+    return {
+        "schema_version": METRICS_VERSION,
+        "kind": "start",
+        "step": run.position.step,
+        "processes": run.accelerator.num_processes,
+        "device": device_name(run),
+    }
 
 
 def _wants_importance(recipe: Recipe, step: int) -> bool:
@@ -290,8 +300,22 @@ def _numbers(line: dict[str, Any]) -> dict[str, float]:
     return {key: value for key, value in flat.items() if isinstance(value, (int, float))}
 
 
+def _check_version(version: Any, path: Path) -> None:
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise SchemaError(f"{path}:schema_version: is {version!r}, expected a whole number such as {METRICS_VERSION}")
+    if version > METRICS_VERSION:
+        raise SchemaError(
+            f"{path}:schema_version: is {version}, newer than the {METRICS_VERSION} this release knows; "
+            "update palimpsa-surgery to read it"
+        )
+
+
 def read_metrics(path: Path, *, until: int | None = None) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`, up to step `until`; a last line that a kill cut short is left out."""
+    """The lines of a `metrics.jsonl`, up to step `until`; a last line that a kill cut short is left out.
+
+    Raises:
+        SchemaError: a newer release wrote it.
+    """
     if not path.is_file():
         return []
     lines = []
@@ -300,6 +324,8 @@ def read_metrics(path: Path, *, until: int | None = None) -> list[dict[str, Any]
             line = json.loads(text)
         except json.JSONDecodeError:
             continue
+        if line.get("kind") == "start":
+            _check_version(line.get("schema_version", METRICS_VERSION), path)
         if until is None or line["step"] <= until:
             lines.append(line)
     return lines

@@ -10,13 +10,14 @@ from palimpsa_surgery.base.errors import (
     CheckpointError,
     KernelUnavailableError,
     OutputExistsError,
+    SchemaError,
     TrainingError,
     UsageError,
 )
 from palimpsa_surgery.recipes import export, loop
 from palimpsa_surgery.recipes import finetune as finetune_module
 from palimpsa_surgery.recipes.finetune import finetune
-from palimpsa_surgery.recipes.loop import read_metrics
+from palimpsa_surgery.recipes.loop import METRICS_VERSION, read_metrics
 from palimpsa_surgery.surgery.checkpoint import open_checkpoint
 from palimpsa_surgery.surgery.loading import load_model
 from safetensors.torch import load_file
@@ -57,6 +58,7 @@ def test_a_run_trains_and_leaves_everything_a_reader_needs(model_folder, recipe,
     assert sorted(p.name for p in out.iterdir()) == ["checkpoints", "final", "metrics.jsonl", "recipe.yaml"]
     assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step-12", "step-8"]
     lines = [strict(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert (lines[0]["kind"], lines[0]["schema_version"]) == ("start", METRICS_VERSION)
     train = [line for line in lines if line["kind"] == "train"]
     assert [line["step"] for line in train] == list(range(1, 13))
     for line in train:
@@ -68,6 +70,27 @@ def test_a_run_trains_and_leaves_everything_a_reader_needs(model_folder, recipe,
     importance = train[0]["importance"]
     assert importance["metaplasticity_ratio"] > 1
     assert set(importance["layers"]) == {"1"}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"schema_version": METRICS_VERSION}, None),
+        ({}, None),
+        ({"schema_version": METRICS_VERSION + 1}, r"metrics\.jsonl:schema_version: is 2, newer than the 1"),
+        ({"schema_version": "1"}, r"metrics\.jsonl:schema_version: is '1', expected a whole number"),
+        ({"schema_version": True}, r"metrics\.jsonl:schema_version: is True, expected a whole number"),
+    ],
+)
+def test_metrics_of_a_newer_release_are_refused_by_name(tmp_path, line, message):
+    path = tmp_path / "metrics.jsonl"
+    lines = [{**line, "kind": "start", "step": 0}, {"kind": "train", "step": 1, "loss": 2.0}]
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    if message is None:
+        assert read_metrics(path) == lines
+    else:
+        with pytest.raises(SchemaError, match=message):
+            read_metrics(path)
 
 
 def test_the_final_model_loads_in_plain_transformers(model_folder, recipe, tmp_path, bundled):
