@@ -6,14 +6,13 @@ python -m palimpsa_surgery.recipes.experiments.mqar -o DIR --report          rep
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from .recall_presets import MAMBA2, PALIMPSA, Setting
-from .recall_runs import run_main, run_name, run_once
+from .recall_presets import MAMBA2, PALIMPSA, PER_CHANNEL, Setting
+from .recall_report import Run
+from .recall_runs import run_main, run_name, run_once, sweep
 from .recall_training import TRAIN, build_model, train_and_test
 
 NAME = "mqar"
@@ -21,13 +20,16 @@ MODELS = "models"
 """Folder of the trained Mamba2 models, the sources of `surgery_recall`."""
 
 
-def train_all(setting: Setting, out: Path, device: str = "cpu") -> None:
-    """Every arm at every learning rate and seed; a run whose file is there is not repeated."""
-    for lr, seed, arm in itertools.product(setting.lrs, setting.seeds, (MAMBA2, PALIMPSA)):
-        run_once(out, NAME, setting, arm, lr, seed, partial(_train, setting, out, device, arm, lr, seed))
+def train_all(setting: Setting, out: Path, device: str = "cpu", arms: Sequence[str] = (MAMBA2, PALIMPSA)) -> None:
+    """The sweep of the arms; a run whose file is there is not repeated."""
+
+    def run(arm: str, lr: float, seed: int) -> Run:
+        return run_once(out, NAME, setting, arm, lr, seed, partial(_train, setting, out, device, arm, lr, seed))
+
+    sweep(arms, setting.lrs, setting.seeds, run)
 
 
-def _train(setting: Setting, out: Path, device: str, arm: str, lr: float, seed: int) -> dict[str, Any]:
+def _train(setting: Setting, out: Path, device: str, arm: str, lr: float, seed: int) -> Run:
     model = build_model(setting, arm, seed)
     found = train_and_test(
         model, setting, seed=seed, lr=lr, lr_new=lr, steps=setting.steps, stream=TRAIN, device=device
@@ -39,7 +41,7 @@ def _train(setting: Setting, out: Path, device: str, arm: str, lr: float, seed: 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains and reports."""
-    run_main(NAME, (MAMBA2, PALIMPSA), train_all, __doc__, argv)
+    run_main(NAME, (MAMBA2, PALIMPSA, PER_CHANNEL), train_all, __doc__, argv)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ from typing import Any
 
 from .mqar_data import Task
 
-MAMBA2, PALIMPSA = "mamba2", "palimpsa"
+MAMBA2, PALIMPSA, PER_CHANNEL = "mamba2", "palimpsa", "palimpsa_per_channel"
+"""Arms: the control; all layers metaplastic as the setting says; the same with one beta a channel, as in the paper."""
 
 
 @dataclass(frozen=True)
@@ -21,14 +22,14 @@ class Setting:
         metaplastic: what the arm `palimpsa` adds, beside having all its layers swapped.
         train: tasks of training, a step of one after a step of the other.
         test: tasks of the table.
-        lrs: learning rates from scratch, each tried with every arm and seed.
+        lrs: learning rates from scratch, each tried with every arm at the first seed; the best of an arm gets them all.
         seeds: of weights and training sequences.
         steps: optimiser steps from scratch.
         step_tokens: tokens of a step, whatever the task.
         test_rows: sequences of each test task.
         validation_rows: sequences of each training task, for choosing the learning rate and for curves.
         records: how many times a run is looked at on its way.
-        surgery_lrs: learning rates of the further training, each tried with every arm and seed.
+        surgery_lrs: learning rates of the further training, likewise.
         surgery_steps: steps of the further training.
         new_lr_ratio: there, the learning rate of what surgery added over that of the rest.
         recipe: fields of `Recipe` that do not vary.
@@ -51,8 +52,12 @@ class Setting:
     new_lr_ratio: float
     recipe: dict[str, Any]
 
+    def of_a_run(self) -> dict[str, Any]:
+        """What a single run depends on: all but the lists of learning rates and seeds, which may grow later."""
+        return {key: value for key, value in self.to_dict().items() if key not in ("lrs", "seeds", "surgery_lrs")}
+
     def to_dict(self) -> dict[str, Any]:
-        """As it is in every run's file, as JSON gives it back; tasks are `length/pairs`."""
+        """As JSON gives it back; tasks are `length/pairs`."""
         tasks = {"train": [str(task) for task in self.train], "test": [str(task) for task in self.test]}
         return json.loads(json.dumps({**asdict(self), **tasks}))
 
@@ -72,15 +77,15 @@ PRESETS = {
         metaplastic={"beta_groups": 1, "beta_scale_form": "softplus"},
         train=(Task(16, 2), Task(16, 4), Task(32, 8), Task(64, 16)),
         test=_grid((16, 32, 64, 128, 256), (4, 8, 16)),
-        lrs=(2e-2, 1e-2, 4e-2),
+        lrs=(2e-2, 4e-2, 1e-2),
         seeds=(0, 1, 2),
         steps=800,
         step_tokens=1024,
-        test_rows=256,
+        test_rows=128,
         validation_rows=64,
-        records=10,
-        surgery_lrs=(5e-3, 2e-2),
-        surgery_steps=400,
+        records=8,
+        surgery_lrs=(2e-2, 5e-3),
+        surgery_steps=320,
         new_lr_ratio=1.0,
         recipe=_RECIPE,
     ),

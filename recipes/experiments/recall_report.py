@@ -21,12 +21,12 @@ from ..eval_plots import Line, draw_lines
 Run = dict[str, Any]
 
 
-def report(experiment: str, arms: tuple[str, str], runs: Sequence[Run], out: Path) -> None:
+def report(experiment: str, arms: Sequence[str], runs: Sequence[Run], out: Path) -> None:
     """Writes `EXPERIMENT.md`, `.csv` and the plots into `out`.
 
     Args:
         experiment: name of the files.
-        arms: the control, and what is compared with it.
+        arms: the control, then what is compared with it; those without runs are left out. Plots show the first two.
         runs: what the files of the runs hold.
         out: folder.
     """
@@ -38,14 +38,16 @@ def report(experiment: str, arms: tuple[str, str], runs: Sequence[Run], out: Pat
     ]
     write_text(out / f"{experiment}.md", "\n\n".join(parts) + "\n")
     write_text(out / f"{experiment}.csv", _csv(runs))
-    _draw_accuracy(chosen, experiment, out)
-    _draw_learning(chosen, experiment, out)
-    _draw_importance(chosen, experiment, out)
+    shown = dict(list(chosen.items())[:2])
+    _draw_accuracy(shown, experiment, out)
+    _draw_learning(shown, experiment, out)
+    _draw_importance(shown, experiment, out)
 
 
 def best_lr(runs: Sequence[Run]) -> float:
-    """The learning rate with the highest validation accuracy at the end, mean over tasks and seeds."""
-    return max({run["lr"] for run in runs}, key=lambda lr: mean(validation(r) for r in runs if r["lr"] == lr))
+    """The learning rate with the highest validation accuracy (mean over tasks) at the end, at the first seed."""
+    first = min(run["seed"] for run in runs)
+    return max((run for run in runs if run["seed"] == first), key=validation)["lr"]
 
 
 def best_runs(runs: Sequence[Run], arm: str) -> list[Run]:
@@ -65,13 +67,14 @@ def over_seeds(values: Sequence[float]) -> Figure:
     return Figure(mean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None)
 
 
-def _difference(chosen: dict[str, list[Run]], value: Callable[[Run], float]) -> Figure | None:
-    """Second arm less first at equal seeds; None when an arm is missing or no seed is common."""
-    if len(chosen) < 2:
-        return None
-    first, second = ({run["seed"]: value(run) for run in runs} for runs in chosen.values())
-    common = sorted(first.keys() & second.keys())
-    return over_seeds([second[seed] - first[seed] for seed in common]) if common else None
+def _differences(chosen: dict[str, list[Run]], value: Callable[[Run], float]) -> list[Figure | None]:
+    """Of each arm but the first: the arm less the first, at equal seeds; None when no seed is common."""
+    control, *others = ({run["seed"]: value(run) for run in runs} for runs in chosen.values())
+    common = [sorted(control.keys() & other.keys()) for other in others]
+    return [
+        over_seeds([other[seed] - control[seed] for seed in seeds]) if seeds else None
+        for other, seeds in zip(others, common, strict=True)
+    ]
 
 
 def _test(run: Run) -> float:
@@ -106,11 +109,15 @@ def _task_table(chosen: dict[str, list[Run]]) -> str:
     for task in _tasks(chosen):
         length, pairs = task.split("/")
         figures = [over_seeds([run["test"][task]["accuracy"] for run in runs]) for runs in chosen.values()]
-        gap = _difference(chosen, lambda run, task=task: run["test"][task]["accuracy"])
-        rows.append([length, pairs, f"{100 / int(pairs):.1f}", *map(_text, figures), _text(gap, "+")])
+        gaps = _differences(chosen, lambda run, task=task: run["test"][task]["accuracy"])
+        gaps = [_text(gap, "+") for gap in gaps]
+        rows.append([length, pairs, f"{100 / int(pairs):.1f}", *map(_text, figures), *gaps])
     figures = [over_seeds([_test(run) for run in runs]) for runs in chosen.values()]
-    rows.append(["mean", "", "", *map(_text, figures), _text(_difference(chosen, _test), "+")])
-    return _markdown(["length", "pairs", "guess among values, %", *(f"{arm}, %" for arm in chosen), "difference"], rows)
+    gaps = [_text(gap, "+") for gap in _differences(chosen, _test)]
+    rows.append(["mean", "", "", *map(_text, figures), *gaps])
+    control, *others = chosen
+    columns = [*(f"{arm}, %" for arm in chosen), *(f"{arm} less {control}" for arm in others)]
+    return _markdown(["length", "pairs", "guess among values, %", *columns], rows)
 
 
 def _head_table(chosen: dict[str, list[Run]]) -> str:
@@ -161,8 +168,9 @@ def _draw_accuracy(chosen: dict[str, list[Run]], experiment: str, out: Path) -> 
         for colour, (arm, runs) in enumerate(chosen.items()):
             figures = [over_seeds([run["test"][task]["accuracy"] for run in runs]) for task in tasks]
             lines.append(Line.of(f"{arm}, {pairs} pairs", lengths, figures)._replace(colour=1 - colour, dash=dash))
-        gaps = [_difference(chosen, lambda run, task=task: run["test"][task]["accuracy"]) for task in tasks]
-        differences.append(Line.of(f"{pairs} pairs", lengths, gaps)._replace(dash=dash))
+        if len(chosen) == 2:
+            gaps = [_differences(chosen, lambda run, task=task: run["test"][task]["accuracy"])[0] for task in tasks]
+            differences.append(Line.of(f"{pairs} pairs", lengths, gaps)._replace(dash=dash))
     draw_lines(
         out / f"{experiment}-accuracy.png",
         lines,
@@ -171,7 +179,7 @@ def _draw_accuracy(chosen: dict[str, list[Run]], experiment: str, out: Path) -> 
         y="accuracy",
         log_x=True,
         y_limits=(-0.03, 1.03),
-        differences=differences if len(chosen) == 2 else (),
+        differences=differences,
     )
 
 

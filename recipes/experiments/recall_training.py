@@ -21,7 +21,7 @@ from ..bootstrap import estimate
 from ..config import Recipe
 from ..optim import make_optimizer, set_lr
 from .mqar_data import RecallBatch, Task, recall_batch
-from .recall_presets import PALIMPSA, Setting
+from .recall_presets import MAMBA2, PER_CHANNEL, Setting
 
 LAYERS = 2
 TRAIN, FURTHER, VALIDATION, TEST = range(4)
@@ -29,13 +29,15 @@ TRAIN, FURTHER, VALIDATION, TEST = range(4)
 
 
 def build_model(setting: Setting, arm: str, seed: int) -> PalimpsaMamba2ForCausalLM:
-    """A new model. At the same seed both arms hold the same Mamba2 tensors; the rest is the paper's start."""
+    """A new model. At the same seed all arms hold the same Mamba2 tensors; the rest is the paper's start."""
     torch.manual_seed(seed)
     shared = {"vocab_size": setting.vocab, "num_hidden_layers": LAYERS, **setting.model}
     plain = PalimpsaMamba2ForCausalLM(PalimpsaMamba2Config(**shared))
-    if arm != PALIMPSA:
+    if arm == MAMBA2:
         return plain
     swapped = {"palimpsa_layers": list(range(LAYERS)), **setting.metaplastic}
+    if arm == PER_CHANNEL:
+        swapped["beta_groups"] = setting.model["head_dim"]
     model = PalimpsaMamba2ForCausalLM(PalimpsaMamba2Config(**shared, **swapped))
     model.load_state_dict({**model.state_dict(), **plain.state_dict()})
     return model
@@ -66,13 +68,15 @@ def train_and_test(
     generator = np.random.default_rng([stream, seed])
     before, records = windows(model, setting), [look(model, setting, 0, None, device)]
     moments = {round(steps * (index + 1) / setting.records) for index in range(setting.records)}
+    # On a CPU the time that the process computes: that of the wall depends on what else runs there.
+    clock = time.process_time if device == "cpu" else time.perf_counter
     seconds, losses = 0.0, []
     for step in range(steps):
         task = setting.train[step % len(setting.train)]
-        started = time.perf_counter()
+        started = clock()
         batch = _to(recall_batch(task, setting.vocab, setting.step_tokens // task.length, generator), device)
         losses.append(_step(model, optimizer, batch, step, recipe))
-        seconds += time.perf_counter() - started
+        seconds += clock() - started
         if step + 1 in moments:
             records.append(look(model, setting, step + 1, float(np.mean(losses)), device))
             losses = []

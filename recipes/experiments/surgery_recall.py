@@ -9,12 +9,10 @@ sequences in the same order for the same steps. The swap is `convert` itself, fr
 
 from __future__ import annotations
 
-import itertools
 import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ...base.errors import UsageError
 from ...modeling.modeling_palimpsa_mamba2 import PalimpsaMamba2ForCausalLM
@@ -22,27 +20,30 @@ from ...surgery.convert import convert
 from ...surgery.loading import load_model
 from . import mqar
 from .recall_presets import MAMBA2, Setting
-from .recall_report import best_lr
-from .recall_runs import read_runs, run_main, run_name, run_once
+from .recall_report import Run, best_lr
+from .recall_runs import read_runs, run_main, run_name, run_once, sweep
 from .recall_training import FURTHER, LAYERS, train_and_test
 
 NAME = "surgery_recall"
 UNSWAPPED, SWAPPED = "unswapped", "swapped"
 
 
-def train_all(setting: Setting, out: Path, device: str = "cpu") -> None:
-    """Every arm at every learning rate and seed; a run whose file is there is not repeated.
+def train_all(setting: Setting, out: Path, device: str = "cpu", arms: Sequence[str] = (UNSWAPPED, SWAPPED)) -> None:
+    """The sweep of the arms; a run whose file is there is not repeated.
 
     Raises:
         UsageError: `mqar` has not run in `out`.
     """
     lr_of_source = best_lr([run for run in read_runs(out, mqar.NAME) if run["arm"] == MAMBA2])
-    for lr, seed, arm in itertools.product(setting.surgery_lrs, setting.seeds, (UNSWAPPED, SWAPPED)):
+
+    def run(arm: str, lr: float, seed: int) -> Run:
         source = out / mqar.MODELS / run_name(mqar.NAME, MAMBA2, lr_of_source, seed)
-        run_once(out, NAME, setting, arm, lr, seed, partial(_train, setting, source, device, arm, lr, seed))
+        return run_once(out, NAME, setting, arm, lr, seed, partial(_train, setting, source, device, arm, lr, seed))
+
+    sweep(arms, setting.surgery_lrs, setting.seeds, run)
 
 
-def _train(setting: Setting, source: Path, device: str, arm: str, lr: float, seed: int) -> dict[str, Any]:
+def _train(setting: Setting, source: Path, device: str, arm: str, lr: float, seed: int) -> Run:
     lr_new = lr * setting.new_lr_ratio
     model = start(setting, source, arm, seed)
     steps = setting.surgery_steps

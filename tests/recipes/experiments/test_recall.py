@@ -9,7 +9,7 @@ import torch
 from palimpsa_surgery.base.errors import TrainingError, UsageError
 from palimpsa_surgery.recipes.experiments import mqar, recall_runs, surgery_recall
 from palimpsa_surgery.recipes.experiments.mqar_data import Task, recall_batch
-from palimpsa_surgery.recipes.experiments.recall_presets import MAMBA2, PALIMPSA, PRESETS
+from palimpsa_surgery.recipes.experiments.recall_presets import MAMBA2, PALIMPSA, PER_CHANNEL, PRESETS
 from palimpsa_surgery.recipes.experiments.recall_training import TRAIN, answers, build_model, train_and_test
 
 TINY = dataclasses.replace(
@@ -42,15 +42,16 @@ def out(tmp_path_factory):
 def test_both_arms_start_from_the_same_mamba2():
     plain, metaplastic = (build_model(TINY, arm, 3).state_dict() for arm in (MAMBA2, PALIMPSA))
     assert all(torch.equal(tensor, metaplastic[name]) for name, tensor in plain.items())
-    added = {name.rsplit(".", 3)[1] for name in metaplastic.keys() - plain.keys()}
-    assert "metaplasticity" in {part for name in metaplastic.keys() - plain.keys() for part in name.split(".")}, added
+    assert all(".metaplasticity." in name for name in metaplastic.keys() - plain.keys())
     other = build_model(TINY, MAMBA2, 4).state_dict()
     assert not torch.equal(other["backbone.embeddings.weight"], plain["backbone.embeddings.weight"])
 
 
 def test_the_control_has_no_metaplastic_layer_and_the_other_arm_has_nothing_else():
     assert build_model(TINY, MAMBA2, 0).config.palimpsa_layers == []
-    assert build_model(TINY, PALIMPSA, 0).config.palimpsa_layers == [0, 1]
+    for arm, groups in ((PALIMPSA, 1), (PER_CHANNEL, 8)):
+        config = build_model(TINY, arm, 0).config
+        assert (config.palimpsa_layers, config.beta_groups) == ([0, 1], groups)
 
 
 @pytest.mark.parametrize("arm", [MAMBA2, PALIMPSA])
@@ -88,7 +89,7 @@ def test_a_run_holds_what_the_report_needs(out):
     assert run["records"][0]["importance"].keys() == {"0", "1"}
     assert len(run["records"][-1]["importance"]["1"]["head_ratio"]) == 2
     assert run["test"].keys() == {"8/2", "16/2"}
-    assert run["setting"] == json.loads(json.dumps(TINY.to_dict()))
+    assert run["setting"] == json.loads(json.dumps(TINY.of_a_run()))
     assert [len(heads) for heads in run["windows"]["after"].values()] == [2, 2]
 
 
@@ -116,6 +117,26 @@ def test_finished_runs_are_not_repeated(out, monkeypatch):
     assert all(path.stat().st_mtime_ns == time for path, time in times.items() if path != missing)
     monkeypatch.setattr(mqar, "train_and_test", None)
     mqar.train_all(TINY, out)
+
+
+def test_a_wider_sweep_keeps_the_runs_that_are_done(out, monkeypatch):
+    monkeypatch.setattr(mqar, "train_and_test", None)
+    with pytest.raises(TypeError):  # the first run that is missing, of the new learning rate
+        mqar.train_all(dataclasses.replace(TINY, lrs=(1e-2, 1e-3)), out)
+    assert len(list(out.glob("mqar-*.json"))) == 4
+
+
+def test_the_sweep_gives_both_arms_the_same_and_the_best_rate_every_seed():
+    done = []
+
+    def run(arm, lr, seed):
+        done.append((arm, lr, seed))
+        accuracy = lr if arm == "a" else 1 - lr
+        return {"lr": lr, "seed": seed, "records": [{"validation": {"8/2": {"accuracy": accuracy}}}]}
+
+    recall_runs.sweep(("a", "b"), (0.1, 0.2), (5, 6, 7), run)
+    assert sorted(done[:4]) == [("a", 0.1, 5), ("a", 0.2, 5), ("b", 0.1, 5), ("b", 0.2, 5)]
+    assert sorted(done[4:]) == [("a", 0.2, 6), ("a", 0.2, 7), ("b", 0.1, 6), ("b", 0.1, 7)]
 
 
 def test_runs_of_another_setting_are_refused(out):

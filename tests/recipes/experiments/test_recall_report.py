@@ -53,6 +53,11 @@ def test_the_learning_rate_is_chosen_by_validation_and_not_by_the_test():
     assert [(run["lr"], run["seed"]) for run in best_runs(RUNS, "palimpsa")] == [(0.001, 0), (0.001, 1)]
 
 
+def test_seeds_that_only_the_chosen_rate_has_do_not_change_the_choice():
+    unlucky = run_of("mamba2", 0.01, 2, 0.0, 0.0)
+    assert best_lr([*(run for run in RUNS if run["arm"] == "mamba2"), unlucky]) == 0.01
+
+
 def test_errors_are_standard_errors_of_the_mean():
     figure = over_seeds([0.1, 0.2, 0.6])
     assert figure.value == pytest.approx(0.3)
@@ -84,7 +89,13 @@ def test_the_csv_has_a_row_for_each_run_and_task(page):
     assert float(row["accuracy"]) == pytest.approx(0.2)
 
 
+def test_a_third_arm_is_compared_with_the_control_and_left_out_of_the_plots(tmp_path):
+    report("mqar", (*ARMS, "other"), [*RUNS, run_of("other", 0.01, 1, 0.5, 0.9)], tmp_path)
+    assert cells(tmp_path, "| 8 | 2")[3:] == ["30.0 ± 10.0", "60.0 ± 10.0", "90.0", "+30.0 ± 0.0", "+50.0"]
+    assert (tmp_path / "mqar-accuracy.png").is_file()
+
+
 def test_one_arm_alone_is_reported_without_differences(tmp_path):
     report("mqar", ARMS, [run for run in RUNS if run["arm"] == "mamba2"], tmp_path)
-    assert cells(tmp_path, "| 8 | 2")[3:] == ["30.0 ± 10.0", ""]
+    assert cells(tmp_path, "| 8 | 2")[3:] == ["30.0 ± 10.0"]
     assert not (tmp_path / "mqar-importance.png").exists()
