@@ -187,6 +187,8 @@ def prepare_run_folder(out: Path, recipe: Recipe, *, resume: bool, force: bool, 
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     if resume:
         prune(out / "checkpoints", recipe.keep)
+        for path in (path for name in ("final", "adapter") for path in out.glob(f".{name}.tmp-*")):
+            shutil.rmtree(path, ignore_errors=True)  # a model half-written when the run was killed
     write_text(out / "recipe.yaml", dump_recipe(recipe))
 
 
