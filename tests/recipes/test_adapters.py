@@ -1,6 +1,7 @@
 """LoRA: the new parameters go along, and adapter + base = merged = the trained model."""
 
 import json
+import shutil
 import sys
 import types
 
@@ -96,6 +97,25 @@ def test_another_base_is_refused(run, tmp_path):
     other = save_folder(make_model(layers=[0]), tmp_path / "other")
     with pytest.raises(CheckpointError, match=r"not the model that the adapter was trained on \(model, layers \[1\]"):
         merge(run[0].folder, tmp_path / "merged", base=other)
+
+
+@pytest.mark.parametrize(
+    ("out", "kept"), [("run", "adapter"), (".", "[^ ]+"), ("models", "base"), ("run/adapter", None), ("free", None)]
+)
+def test_force_deletes_neither_the_adapter_nor_its_base(run, model_folder, tmp_path, out, kept):
+    adapter, base = tmp_path / "run" / "adapter", tmp_path / "models" / "base"
+    shutil.copytree(run[0].folder / "adapter", adapter)
+    shutil.copytree(model_folder, base)
+    (tmp_path / "free").mkdir()
+    (tmp_path / "free" / "mine.txt").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    if kept is None:  # a folder of something else, or the adapter itself, which the user named
+        merge(adapter, tmp_path / out, base=base, force=True)
+        assert (tmp_path / out / "model.safetensors").is_file()
+        return
+    with pytest.raises(OutputExistsError, match=rf"replacing this folder would delete {kept}, which is in use"):
+        merge(adapter, tmp_path / out, base=base, force=True)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_merging_over_something_needs_force(run, model_folder, tmp_path):

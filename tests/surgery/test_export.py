@@ -105,6 +105,30 @@ def test_another_epsilon_is_refused(tmp_path):
         export(tmp_path / "plain", tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("out", "here", "kept"),
+    [("models", ".", "source"), (".", ".", "[^ ]+"), ("work", "work/here", "here"), ("models/notes", ".", None)],
+)
+@pytest.mark.parametrize("layout", ["mamba_ssm", "palimpsa_mamba2"])
+def test_force_deletes_neither_the_model_that_is_read_nor_the_folder_of_work(
+    tmp_path, monkeypatch, out, here, kept, layout
+):
+    pico.write_hf(tmp_path / "models" / "source")
+    (tmp_path / "models" / "notes").mkdir()
+    (tmp_path / "work" / "here").mkdir(parents=True)
+    (tmp_path / "models" / "notes" / "mine.txt").write_text("mine")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    monkeypatch.chdir(tmp_path / here)
+    arguments = {"layout": layout, "force": True}
+    if kept is None:  # a folder of something else is what --force is for
+        export(tmp_path / "models" / "source", tmp_path / out, **arguments)
+        assert not (tmp_path / out / "mine.txt").exists()
+        return
+    with pytest.raises(OutputExistsError, match=rf"replacing this folder would delete {kept}, which is in use"):
+        export(tmp_path / "models" / "source", tmp_path / out, **arguments)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
 def test_an_output_that_exists_needs_force(tmp_path):
     pico.write_hf(tmp_path / "plain")
     export(tmp_path / "plain", tmp_path / "out")

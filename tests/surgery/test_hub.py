@@ -12,7 +12,7 @@ import pico
 import pytest
 import torch
 from huggingface_hub import ModelCard, constants
-from palimpsa_surgery.base.errors import CheckpointError, HubError, UsageError
+from palimpsa_surgery.base.errors import CheckpointError, HubError, OutputExistsError, UsageError
 from palimpsa_surgery.surgery import hub
 from palimpsa_surgery.surgery.checkpoint import open_checkpoint
 from palimpsa_surgery.surgery.convert import convert
@@ -56,6 +56,22 @@ def sharded(tmp_path):
     """Three shards and their index, as a large model has; nothing but config and weights."""
     pico.write_hf(tmp_path / "sharded", swapped=(1,), shards=3)
     return tmp_path / "sharded"
+
+
+@pytest.mark.parametrize(("target", "here", "kept"), [("", ".", "sharded"), ("work", "work/here", "here")])
+def test_a_folder_to_push_to_replaces_neither_the_model_nor_the_folder_of_work(
+    sharded, tmp_path, monkeypatch, target, here, kept
+):
+    (tmp_path / "work" / "here").mkdir(parents=True)
+    (tmp_path / "work" / "mine.txt").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.chdir(tmp_path / here)
+    with pytest.raises(OutputExistsError, match=f"replacing this folder would delete {kept}, which is in use"):
+        push_to_folder(sharded, REPO, tmp_path / target, force=True)
+    assert sorted(tmp_path.rglob("*")) == before
+    monkeypatch.chdir(tmp_path)
+    push_to_folder(sharded, REPO, tmp_path / "work", force=True)
+    assert not (tmp_path / "work" / "mine.txt").exists()
 
 
 def other_process(code, home, server):
