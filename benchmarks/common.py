@@ -18,10 +18,10 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def device_name(index: int = 0) -> str:
+def device_name(*, cpu: bool = False) -> str:
     """The card, or the processor with the threads that torch uses."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name(index)
+    if torch.cuda.is_available() and not cpu:
+        return torch.cuda.get_device_name()
     return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
 
 
@@ -39,11 +39,11 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip()
 
 
-def provenance(given_commit: str | None = None) -> dict[str, str]:
+def provenance(given_commit: str | None = None, *, cpu: bool = False) -> dict[str, str]:
     """What every row of a result says of machine, day and code."""
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     return {
-        "device": device_name(),
+        "device": device_name(cpu=cpu),
         "date": today,
         "commit": given_commit or commit(),
         "torch": torch.__version__,

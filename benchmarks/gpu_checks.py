@@ -282,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return small_run(options.small_run)
     if not options.toy and not torch.cuda.is_available():
         sys.exit("gpu_checks: needs a CUDA device; --toy shows on a CPU that the checks run")
-    facts, rows = provenance(options.commit), []
+    facts, rows = provenance(options.commit, cpu=options.toy), []
     device = "cpu" if options.toy else "cuda"
     for name in options.only:
         try:
@@ -291,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 print(row, flush=True)
         except Exception as error:  # the other checks go on: time on a GPU is dear
             rows.append(
-                {"check": name, "ok": "failed", "note": f"{type(error).__name__}: {str(error).splitlines()[:1]}"}
+                {"check": name, "ok": "failed", "note": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
             )
             print(rows[-1], flush=True)
         write(options.out, rows, facts, command_line("gpu_checks.py", argv))
