@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..base.console import counted, human_count, human_seconds
+from ..base.console import counted, human_count, human_seconds, setup_logging
 from ..base.errors import OutputExistsError, UsageError
 from ..base.files import named_path, write_text
 from ..base.text import load_tokenizer
@@ -159,6 +159,8 @@ def make_accelerator(recipe: Recipe, out: Path) -> Any:
     accelerator = Accelerator(
         cpu=cpu, mixed_precision="no", log_with=list(recipe.trackers) or None, project_dir=str(out)
     )
+    if not accelerator.is_main_process:
+        setup_logging(-1)  # one process speaks for all; an error still ends any of them with its message
     if recipe.trackers:
         accelerator.init_trackers("trackers")
     return accelerator

@@ -101,6 +101,7 @@ def test_two_processes_are_one(model_folder, constant, tmp_path, monkeypatch):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("wrote") == 1
+    assert done.stderr.count("mode full:") == 1
     resumed = finetune(model_folder, constant, tmp_path / "two", resume=True)
     lines = [read_metrics(tmp_path / run / "metrics.jsonl") for run in ("one", "two")]
     starts = [[(line["step"], line["processes"]) for line in run if line["kind"] == "start"] for run in lines]
