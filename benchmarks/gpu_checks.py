@@ -225,9 +225,11 @@ def check_sanitizer(toy: bool, device: str, backend: str) -> Iterator[Row]:
         command = [program, "--tool", tool, sys.executable, __file__, "--small-run", device]
         environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # or neighbours hide writes beyond an end
         try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=280
+            )  # both fit into ten minutes
         except subprocess.TimeoutExpired:
-            yield {**row, "ok": "not run", "note": "not done after 500 s"}
+            yield {**row, "ok": "not run", "note": "not done after 280 s"}
             continue
         errors = sanitizer_errors(done.stdout + done.stderr)
         last = (done.stdout + done.stderr).strip().splitlines()[-1:] or [""]
