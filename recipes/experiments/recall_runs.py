@@ -96,6 +96,7 @@ def run_main(
     parser.add_argument("-o", "--out", type=Path, required=True, help="folder of the runs, tables and plots")
     parser.add_argument("--arms", nargs="+", choices=arms, default=arms[:2], help="default: %(default)s")
     parser.add_argument("--lrs", nargs="+", type=float, help="learning rates instead of the preset's")
+    parser.add_argument("--steps", type=int, help="steps from scratch instead of the preset's")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--report", action="store_true", help="train nothing, report what is there")
     options = parser.parse_args(argv)
@@ -104,5 +105,7 @@ def run_main(
         setting = PRESETS[options.preset]
         if options.lrs:
             setting = replace(setting, lrs=tuple(options.lrs), surgery_lrs=tuple(options.lrs))
+        if options.steps:
+            setting = replace(setting, steps=options.steps)
         train(setting, options.out, options.device, options.arms)
     report(experiment, arms, read_runs(options.out, experiment), options.out)

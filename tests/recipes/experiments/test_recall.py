@@ -159,6 +159,18 @@ def test_the_command_reports_from_the_files(out, experiment):
         assert (out / f"{experiment.NAME}-{plot}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_command_line_chooses_preset_arms_rates_and_steps(tmp_path):
+    asked = []
+    arguments = ["--preset", "gpu", "-o", str(tmp_path), "--lrs", "0.1", "0.2", "--steps", "7", "--arms", "c"]
+    for argv in (arguments, ["-o", str(tmp_path), "--device", "cpu"]):
+        with pytest.raises(UsageError, match="has no run of x"):
+            recall_runs.run_main("x", ("a", "b", "c"), lambda *given: asked.append(given), "about", argv)
+    (setting, out, _, arms), (usual, _, device, first_two) = asked
+    assert (setting.vocab, setting.lrs, setting.surgery_lrs, setting.steps) == (8192, (0.1, 0.2), (0.1, 0.2), 7)
+    assert (out, list(arms), device, first_two) == (tmp_path, ["c"], "cpu", ("a", "b"))
+    assert usual == PRESETS["cpu"]
+
+
 def test_runs_of_two_settings_are_not_mixed(out, tmp_path):
     for number, name in enumerate(("mqar-mamba2-lr0.01-seed0.json", "mqar-mamba2-lr0.01-seed1.json")):
         run = json.loads((out / name).read_text())
