@@ -398,8 +398,10 @@ def evaluate(
     if json:
         _print_json(report.model_dump(mode="json"))
         return
-    print(table(report.table_rows(), report.table_headers()))
-    print("\n".join(["", *report.notes, f"wrote {out}"]))
+    rows, total = report.printed_rows(), len(report.table_rows())
+    print(table(rows, report.table_headers()))
+    rest = [f"these are {len(rows)} of {total} rows; {out} has them all"] if len(rows) < total else []
+    print("\n".join(["", *rest, *report.notes, f"wrote {out}"]))
 
 
 @verb

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import sys
 import time
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence, Sized
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 _LOGGER_NAME = __package__.rsplit(".", 1)[0] if __package__ else "palimpsa_surgery"
 _REDRAW_SECONDS = 0.1
+Row = TypeVar("Row")
 _settings = {"quiet": False}
 
 
@@ -128,6 +130,20 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return text == "-"
     return True
+
+
+def shortened(rows: Sequence[Row], group: Callable[[Row], Hashable], most: int) -> list[Row]:
+    """At most `most` of the rows, in their order, for a table that can be taken in at a glance.
+
+    Every group gives its last row, where the longest and hardest stands, then its first, then those between, in turn
+    with the other groups.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for number, row in enumerate(rows):
+        groups.setdefault(group(row), []).append(number)
+    order = [[numbers[-1], *numbers[:-1]] for numbers in groups.values()]
+    turns = (numbers[turn] for turn in range(len(rows)) for numbers in order if turn < len(numbers))
+    return [rows[number] for number in sorted(itertools.islice(turns, most))]
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:

@@ -9,10 +9,14 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
+from ..base.console import shortened
 from ..base.errors import EvaluationError
 from ..base.schemas import StrictModel, StrictPart, read_model, write_model
+from ..surgery.card_evaluation import seen_sentence
 from .bootstrap import Figure, difference, estimate
 from .suites import Measurement
+
+_MOST_PRINTED = 40
 
 
 class EvalFigure(StrictPart):
@@ -70,8 +74,23 @@ class EvalSuite(StrictPart):
     plot: str | None = None
 
 
+class SeenText(StrictPart):
+    """What of the text a model was trained on.
+
+    Attributes:
+        name: of the training text, never a path.
+        documents: how many documents of the evaluation's text are in it; None when the training text is not here and
+            only its name is the same.
+        of: documents of the evaluation's text.
+    """
+
+    name: str
+    documents: int | None
+    of: int
+
+
 class EvaluatedModel(StrictPart):
-    """Which model: never a path."""
+    """Which model: never a path. `seen` is None when nothing of the text was trained on, or nobody can tell."""
 
     name: str
     fingerprint: str
@@ -79,6 +98,7 @@ class EvaluatedModel(StrictPart):
     parameters: int
     dtype: str
     palimpsa_layers: list[int]
+    seen: SeenText | None = None
 
 
 class EvalData(StrictPart):
@@ -134,6 +154,10 @@ class EvalReport(StrictModel):
                     found.append((suite, row.name, row.place, row.unit, *(part for cell in kept for part in cell)))
         return found
 
+    def printed_rows(self) -> list[tuple[str, ...]]:
+        """`table_rows`, or a summary of them where they would fill several screens."""
+        return shortened(self.table_rows(), lambda row: row[:2], _MOST_PRINTED)
+
     def table_headers(self) -> tuple[str, ...]:
         """What the columns of `table_rows` are."""
         first = ("suite", "measured", "at", "unit", "model", "+-")
@@ -142,7 +166,12 @@ class EvalReport(StrictModel):
     @property
     def notes(self) -> list[str]:
         """What a reader should know, each once."""
-        return list(dict.fromkeys(note for suite in self.suites.values() for note in suite.notes))
+        seen = [
+            "not held out: " + seen_sentence(model.seen.name, model.seen.documents, model.seen.of, model.name)
+            for model in (self.model, self.against)
+            if model is not None and model.seen is not None
+        ]
+        return list(dict.fromkeys([*seen, *(note for suite in self.suites.values() for note in suite.notes)]))
 
 
 def compare(

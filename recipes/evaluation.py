@@ -18,8 +18,9 @@ from ..kernels import api, ssd
 from ..surgery.checkpoint import Checkpoint, open_checkpoint
 from ..surgery.doctor import describe_device
 from ..surgery.loading import load_model
-from .eval_report import EvalData, EvalReport, EvalSuite, EvaluatedModel, compare, write_report
+from .eval_report import EvalData, EvalReport, EvalSuite, EvaluatedModel, SeenText, compare, write_report
 from .harness import run_tasks
+from .seen import seen_text
 from .suites import SUITES, EvalOptions, EvalText, Subject, SuiteResult, suite_module
 
 HARNESS = "lm_eval"
@@ -98,7 +99,7 @@ def evaluate(
     facts = []
     for checkpoint in checkpoints:
         loaded = load_model(checkpoint, dtype=_dtype(dtype, device), device=device)
-        facts.append(_facts(checkpoint, loaded))
+        facts.append(_facts(checkpoint, loaded, seen_text(checkpoint.path, data) if names else None))
         subject = Subject(loaded, checkpoint.source_id)
         results.append(_run(subject, text, settings, names))
         if lm_eval:
@@ -165,7 +166,7 @@ def _dtype(name: str | None, device: str) -> torch.dtype | None:
     return _DTYPES[name]
 
 
-def _facts(checkpoint: Checkpoint, model: Any) -> EvaluatedModel:
+def _facts(checkpoint: Checkpoint, model: Any, seen: SeenText | None) -> EvaluatedModel:
     return EvaluatedModel(
         name=checkpoint.source_id,
         fingerprint=checkpoint.fingerprint,
@@ -173,6 +174,7 @@ def _facts(checkpoint: Checkpoint, model: Any) -> EvaluatedModel:
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         dtype=str(model.config.dtype).removeprefix("torch."),
         palimpsa_layers=list(checkpoint.palimpsa_layers),
+        seen=seen,
     )
 
 

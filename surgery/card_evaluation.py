@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..base.console import counted, shortened
 from ..base.errors import SchemaError
 from ..base.files import load_json
 
 EVAL_FILE = "eval.json"
 _TASK = {"type": "text-generation", "name": "Text generation"}
 _HARNESS = "lm_eval"
+_MOST_ROWS = 15
 _NOT_IN_TABLE = ("importance",)  # several rows for each layer: the picture shows them, eval.json has the figures
 
 
@@ -29,9 +31,13 @@ class CardEvaluation:
         against: name of the model it is compared with.
         data: name of the text.
         device: what it ran on.
-        rows: suite, measured, place, unit, and the figures of the model, the other one, and their difference.
+        rows: suite, measured, place, unit, and the figures of the model, the other one, and their difference; at most
+            `_MOST_ROWS`.
+        total: how many there are in the file.
+        seen: what of the text the models were trained on, a sentence each.
         pictures: names of the pictures beside the file, by suite.
-        metrics: entries of `model-index`: data set, metric, its place, value.
+        metrics: entries of `model-index`: data set, metric, its place, value. Those of the rows, and all losses and
+            benchmarks.
     """
 
     fingerprint: str
@@ -39,6 +45,8 @@ class CardEvaluation:
     data: str
     device: str
     rows: tuple[tuple[str, ...], ...]
+    total: int
+    seen: tuple[str, ...]
     pictures: dict[str, str]
     metrics: tuple[tuple[str, str, str, float], ...]
 
@@ -51,6 +59,9 @@ class CardEvaluation:
         lines += ["", f"On {self.data} ({self.device}); ± is the bootstrap standard error."]
         if self.against is not None:
             lines[-1] += " Differences are this model minus the other, on the same text."
+        if len(self.rows) < self.total:
+            lines[-1] += f" These are {len(self.rows)} of {self.total} rows; [{EVAL_FILE}]({EVAL_FILE}) has them all."
+        lines += [line for sentence in self.seen for line in ("", f"**Not held out:** {sentence}.")]
         return "\n".join(lines)
 
     def model_index(self, name: str) -> list[dict[str, Any]]:
@@ -76,14 +87,19 @@ def read_evaluation(path: str | Path) -> CardEvaluation:
     content = load_json(path)
     try:
         against = content.get("against")
+        listed = [(suite, row) for suite, row in _rows(content) if suite not in _NOT_IN_TABLE]
+        listed.sort(key=lambda entry: entry[0] != _HARNESS)  # public benchmarks first
+        shown = shortened(listed, lambda entry: (entry[0], entry[1]["name"]), _MOST_ROWS)
         return CardEvaluation(
             fingerprint=content["model"]["fingerprint"],
             against=None if against is None else str(against["name"]),
             data=str(content["data"]["name"]),
             device=str(content["device"]),
-            rows=tuple(_table_row(suite, row) for suite, row in _rows(content) if suite not in _NOT_IN_TABLE),
+            rows=tuple(_table_row(suite, row) for suite, row in shown),
+            total=len(listed),
+            seen=tuple(_seen(content)),
             pictures=_pictures(content),
-            metrics=tuple(_metrics(content)),
+            metrics=tuple(_metrics(content, [row for _, row in shown])),
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise SchemaError(f"{path}: is no report of `palimpsa evaluate` ({error!r}); write it again") from error
@@ -121,10 +137,37 @@ def _place(row: dict[str, Any]) -> str:
     return ", ".join(f"{key} {value:,}" if isinstance(value, int) else f"{key} {value:g}" for key, value in at)
 
 
-def _metrics(content: dict[str, Any]) -> Iterator[tuple[str, str, str, float]]:
+def _seen(content: dict[str, Any]) -> Iterator[str]:
+    for key, subject in (("model", "this model"), ("against", "the other model")):
+        seen = (content.get(key) or {}).get("seen")
+        if seen:
+            yield seen_sentence(str(seen["name"]), seen["documents"], int(seen["of"]), subject)
+
+
+def seen_sentence(name: str, documents: int | None, of: int, subject: str) -> str:
+    """How much of a text a model was trained on.
+
+    Args:
+        name: of the training text.
+        documents: of the evaluation's text that are in it; None when only the name could be compared.
+        of: documents of the evaluation's text.
+        subject: the model.
+    """
+    if documents is None:
+        return f"the text has the name of the one that {subject} was trained on ({name}), which was not here to compare"
+    if documents == of:
+        what = "the only document of the text is" if of == 1 else f"all {of:,} documents of the text are"
+    else:
+        what = f"{documents:,} of the {counted(of, 'document')} of the text {'is' if documents == 1 else 'are'}"
+    return f"{what} in {name}, which {subject} was trained on"
+
+
+def _metrics(content: dict[str, Any], shown: list[dict[str, Any]]) -> Iterator[tuple[str, str, str, float]]:
     """Figures where one direction is better. A harness task is its own data set; speed is not a quality."""
     for suite, row in _rows(content):
         if row.get("model") is None or row.get("better") is None or suite == "speed":
+            continue
+        if suite not in ("loss", _HARNESS) and row not in shown:
             continue
         data, metric = str(content["data"]["name"]), row["name"]
         if suite == _HARNESS:

@@ -106,6 +106,23 @@ def test_counts_have_the_right_noun(arguments, text):
     assert console.counted(*arguments) == text
 
 
+@pytest.mark.parametrize(
+    ("most", "kept"),
+    [
+        (9, "a1 a2 a3 a4 b1 b2 c1"),
+        (7, "a1 a2 a3 a4 b1 b2 c1"),
+        (5, "a1 a4 b1 b2 c1"),
+        (4, "a1 a4 b2 c1"),
+        (3, "a4 b2 c1"),
+        (1, "a4"),
+        (0, ""),
+    ],
+)
+def test_a_shortened_table_has_something_of_every_group(most, kept):
+    rows = ["a1", "a2", "a3", "a4", "b1", "b2", "c1"]
+    assert console.shortened(rows, lambda row: row[0], most) == kept.split()
+
+
 @pytest.mark.parametrize(("items", "text"), [([3], "layer 3 is"), ((1, 3), "layers 1, 3 are"), ([], "layers  are")])
 def test_lists_have_the_right_noun_and_verb(items, text):
     assert f"{console.listed('layer', items)} {console.are(len(items))}" == text

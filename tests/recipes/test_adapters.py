@@ -100,10 +100,10 @@ def test_another_base_is_refused(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("out", "kept"), [("run", "adapter"), (".", "[^ ]+"), ("models", "base"), ("run/adapter", None), ("free", None)]
+    ("out", "kept"), [("tuned", "adapter"), (".", "[^ ]+"), ("models", "base"), ("tuned/adapter", None), ("free", None)]
 )
 def test_force_deletes_neither_the_adapter_nor_its_base(run, model_folder, tmp_path, out, kept):
-    adapter, base = tmp_path / "run" / "adapter", tmp_path / "models" / "base"
+    adapter, base = tmp_path / "tuned" / "adapter", tmp_path / "models" / "base"
     shutil.copytree(run[0].folder / "adapter", adapter)
     shutil.copytree(model_folder, base)
     (tmp_path / "free").mkdir()

@@ -11,6 +11,7 @@ from palimpsa_surgery.recipes.eval_report import (
     EvalReport,
     EvalSuite,
     EvaluatedModel,
+    SeenText,
     compare,
     read_report,
     write_report,
@@ -91,6 +92,26 @@ def test_the_table_leaves_details_out_and_shows_signs():
     assert "+0" in lines[2]
     alone = report(compare("loss", [measurement()], None, NAMES), against=False)
     assert len(alone.table_headers()) == len(alone.table_rows()[0]) == 6
+
+
+def test_a_table_that_fills_screens_is_printed_in_short():
+    made = [measurement(name, at={"length": length}) for name in ("loss", "recall") for length in range(1, 41)]
+    found = report(compare("loss", made, None, NAMES), against=False)
+    assert len(found.table_rows()) == 80
+    printed = found.printed_rows()
+    assert len(printed) == 40
+    assert {row[1] for row in printed} == {"loss", "recall"}
+    assert printed[-1] == found.table_rows()[-1]
+    short = report(compare("loss", made[:40], None, NAMES), against=False)
+    assert short.printed_rows() == short.table_rows()
+
+
+def test_what_was_trained_on_is_the_first_note():
+    found = report(compare("loss", [measurement()], None, NAMES))
+    seen = SeenText(name="text.jsonl", documents=2, of=3)
+    found = found.model_copy(update={"against": found.against.model_copy(update={"seen": seen})})
+    sentence = "not held out: 2 of the 3 documents of the text are in text.jsonl, which theirs was trained on"
+    assert found.notes == [sentence, "short", "odd"]
 
 
 def test_a_row_is_found_by_name_and_place():

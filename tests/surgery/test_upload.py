@@ -10,7 +10,15 @@ import yaml
 from huggingface_hub import ModelCard
 from palimpsa_surgery.base.errors import CheckpointError, SchemaError, UsageError
 from palimpsa_surgery.base.schemas import write_model
-from palimpsa_surgery.recipes.eval_report import EvalData, EvalFigure, EvalReport, EvalRow, EvalSuite, EvaluatedModel
+from palimpsa_surgery.recipes.eval_report import (
+    EvalData,
+    EvalFigure,
+    EvalReport,
+    EvalRow,
+    EvalSuite,
+    EvaluatedModel,
+    SeenText,
+)
 from palimpsa_surgery.surgery.card import MARKER
 from palimpsa_surgery.surgery.checkpoint import open_checkpoint
 from palimpsa_surgery.surgery.convert import convert
@@ -77,9 +85,10 @@ def evaluation(fingerprint, path, plot="eval-loss.png"):
         return EvalRow(name=name, model=figure, against=other, difference=difference, **shape)
 
     subject = {"layout": "palimpsa_mamba2", "parameters": 7, "dtype": "float32", "palimpsa_layers": [0]}
+    seen = SeenText(name="train.jsonl", documents=3, of=9)
     report = EvalReport(
         version="0",
-        model=EvaluatedModel(name="final", fingerprint=fingerprint, **subject),
+        model=EvaluatedModel(name="final", fingerprint=fingerprint, seen=seen, **subject),
         against=EvaluatedModel(name="source", fingerprint="1" * 64, **subject),
         data=EvalData(name="embedded:sqlite-docs", tokens=9, tokenizer="final"),
         device="cpu",
@@ -187,6 +196,7 @@ def test_the_card_says_what_the_model_is(model, staging):
     assert "hidden" not in card.text
     assert "head spread" not in card.text
     assert "(eval-loss.png)" in card.text
+    assert "**Not held out:** 3 of the 9 documents of the text are in train.jsonl, which this model was" in card.text
     assert {"eval.json", "eval-loss.png"} <= set(upload.files)
     results = {(r.dataset_type, r.metric_type, r.metric_name): r.metric_value for r in card.data.eval_results}
     assert results == {
