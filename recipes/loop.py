@@ -93,7 +93,7 @@ def train(run: Training) -> None:
             seconds = time.perf_counter() - started
             _record_step(run, done, rates, seconds, recorder)
             bar.advance(1, f"loss {done.loss:.4f}  {done.tokens / seconds:,.0f} tokens/s  {human_bytes(memory_used())}")
-            log.step(done.loss, done.tokens / seconds, memory_used())
+            log.step(done.loss, done.tokens, seconds, memory_used())
             last = step + 1 == total
             if run.validate is not None and (last or (recipe.eval_every and (step + 1) % recipe.eval_every == 0)):
                 _record_validation(run, step + 1)

@@ -26,29 +26,31 @@ class RunLog:
     def __init__(self, run: Training) -> None:
         self._run = run
         self._first = run.position.step
-        self._started = self._written = time.monotonic()
+        self._spent = 0.0
+        self._written = time.monotonic()
         if run.accelerator.is_main_process:
             logger.info("%s", announcement(run))
 
-    def step(self, loss: float, speed: float, memory: int) -> None:
+    def step(self, loss: float, tokens: int, seconds: float, memory: int) -> None:
         """Says how far the run is, if it is time to: after the first step and the last, and at steps that `log_every`
         names once `SECONDS` have passed.
 
         Args:
             loss: of the step, nats a token.
-            speed: tokens a second.
+            tokens: of the step.
+            seconds: that it took.
             memory: peak bytes.
         """
         step, recipe, now = self._run.position.step, self._run.recipe, time.monotonic()
         total = recipe.total_steps()
+        self._spent += seconds
         due = step in (self._first + 1, total) or (step % recipe.log_every == 0 and now - self._written >= SECONDS)
         if not due or bars_are_drawn() or not self._run.accelerator.is_main_process:
             return
         self._written = now
-        left = human_seconds((now - self._started) / (step - self._first) * (total - step))
-        logger.info(
-            "step %d of %d: loss %.4f, %.0f tokens/s, %s, %s left", step, total, loss, speed, human_bytes(memory), left
-        )
+        left = human_seconds(self._spent / (step - self._first) * (total - step))
+        line = "step %d of %d: loss %.4f, %.0f tokens/s, %s, %s left"
+        logger.info(line, step, total, loss, tokens / seconds, human_bytes(memory), left)
 
 
 def announcement(run: Training) -> str:

@@ -62,7 +62,7 @@ def go(run, clock, seconds):
     for step in range(run.position.step + 1, run.recipe.total_steps() + 1):
         clock.seconds += seconds
         run.position.step = step
-        log.step(2.5, 100.0, 1 << 30)
+        log.step(2.5, round(100 * seconds), seconds, 1 << 30)
 
 
 @pytest.mark.parametrize(
