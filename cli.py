@@ -32,6 +32,7 @@ Source = Annotated[
     str, typer.Argument(metavar="SRC", help="A checkpoint's folder, a Hub id, or embedded:mamba2-docs-1m.")
 ]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder or a Hub id, source or converted.")]
+OutFolder = Annotated[str, typer.Argument(metavar="OUT", help="The model folder to write.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an output that exists.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
@@ -97,6 +98,10 @@ def _print_json(value: Any) -> None:
     print(dump_json(value), end="")
 
 
+def _print_wrote(path: Any) -> None:
+    print(f"wrote {path}")
+
+
 def _given(**options: Any) -> dict[str, Any]:
     return {key: value for key, value in options.items() if value is not None}
 
@@ -145,7 +150,7 @@ def demo(
     print("What was done, as commands:\n\n  " + "\n  ".join(result.commands) + "\n")
     print(table(result.rows(), ("model", "loss", "difference from the source")) + "\n")
     print("\n".join(f"{name}: {PROMPT}{text}\n" for name, text in result.texts.items()))
-    print(f"wrote {result.folder / 'report.md'}")
+    _print_wrote(result.folder / "report.md")
 
 
 @verb
@@ -261,7 +266,7 @@ def plan(
 @verb
 def convert(
     src: Source,
-    out: Annotated[str, typer.Argument(metavar="OUT", help="The model folder to write.")],
+    out: OutFolder,
     plan: Annotated[
         str | None, typer.Option(metavar="FILE", help="A plan.yaml; otherwise one is made from the options.")
     ] = None,
@@ -346,7 +351,7 @@ def finetune(
     if rows:
         print(table(rows, ("step", "validation loss", "+-")) + "\n")
     print(f"{counted(result.steps, 'step')}, {human_count(result.tokens)} tokens, {human_seconds(result.seconds)}")
-    print(f"wrote {result.final}")
+    _print_wrote(result.final)
 
 
 @verb
@@ -440,30 +445,30 @@ def generate(
 @verb
 def merge(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A lora or qlora run, or its adapter folder.")],
-    out: Annotated[str, typer.Argument(metavar="OUT", help="The model folder to write.")],
+    out: OutFolder,
     base: Annotated[str | None, typer.Option(help="The model that was trained, when it is not on the Hub.")] = None,
     dtype: Annotated[str, typer.Option(help="Of the matrices: source, float32, bfloat16, float16.")] = "source",
     force: Force = False,
 ) -> None:
     """Merge an adapter and its base into one model folder."""
-    from .recipes.adapters import merge as run_merge
+    from .recipes.adapters import merge as write
 
-    print(f"wrote {run_merge(run, out, base=base, dtype=dtype, force=force)}")
+    _print_wrote(write(run, out, base=base, dtype=dtype, force=force))
 
 
 @verb
 def export(
     model: Model,
-    out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write.")],
+    out: OutFolder,
     layout: Annotated[str, typer.Option(help="mamba_ssm, or palimpsa_mamba2.")] = "mamba_ssm",
     off: Annotated[bool, typer.Option("--off", help="Leave the importance of swapped layers out.")] = False,
     revision: Revision = None,
     force: Force = False,
 ) -> None:
     """Write a model as it is in another layout."""
-    from .surgery.export import export as run
+    from .surgery.export import export as write
 
-    print(f"wrote {run(model, out, layout=layout, off=off, force=force, revision=revision)}")
+    _print_wrote(write(model, out, layout=layout, off=off, force=force, revision=revision))
 
 
 @verb
@@ -484,7 +489,7 @@ def push(
     from .surgery.hub import push_to_folder
 
     if to_folder is not None:
-        print(f"wrote {push_to_folder(model, repo_id, to_folder, evaluation=evaluation, base=base, force=force)}")
+        _print_wrote(push_to_folder(model, repo_id, to_folder, evaluation=evaluation, base=base, force=force))
         return
     result = run(model, repo_id, public=public, evaluation=evaluation, base=base, force=force)
     if json:
