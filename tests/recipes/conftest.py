@@ -8,6 +8,8 @@ import torch
 from palimpsa_surgery.base.text import embedded_checkpoint_path
 from palimpsa_surgery.modeling.configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 from palimpsa_surgery.modeling.modeling_palimpsa_mamba2 import PalimpsaMamba2ForCausalLM
+from palimpsa_surgery.recipes import loop
+from palimpsa_surgery.recipes.finetune import finetune
 
 SIZES = {
     "vocab_size": 4096,
@@ -57,6 +59,26 @@ def text(tmp_path_factory):
             document = " ".join(words[(number * i + i // 3) % len(words)] for i in range(20 + number % 7))
             stream.write(json.dumps({"text": document}) + "\n")
     return path
+
+
+@pytest.fixture
+def interrupted(monkeypatch):
+    """A function: `finetune` with these arguments, ended by Ctrl-C when `step` optimiser steps are done."""
+
+    def run(step, *arguments):
+        original = loop.optimiser_step
+
+        def stop(training, now):
+            if now == step:
+                raise KeyboardInterrupt
+            return original(training, now)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "optimiser_step", stop)
+            with pytest.raises(KeyboardInterrupt):
+                finetune(*arguments)
+
+    return run
 
 
 @pytest.fixture

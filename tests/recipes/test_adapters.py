@@ -148,21 +148,10 @@ def test_other_kinds_of_adapters_are_refused(config, message):
     assert adapter_scale({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_rslora": True}) == 4
 
 
-def test_a_killed_lora_run_goes_on_bit_for_bit(model_folder, lora, tmp_path, monkeypatch):
+def test_a_killed_lora_run_goes_on_bit_for_bit(model_folder, lora, tmp_path, interrupted):
     lora = {**lora, "steps": 4, "save_every": 2}
     whole = finetune(model_folder, lora, tmp_path / "whole")
-    original = loop.optimiser_step
-
-    def killed(run, step):
-        if step == 3:
-            raise KeyboardInterrupt
-        return original(run, step)
-
-    monkeypatch.setattr(loop, "optimiser_step", killed)
-    with pytest.raises(KeyboardInterrupt):
-        finetune(model_folder, lora, tmp_path / "run")
-    monkeypatch.undo()
-    monkeypatch.setattr(export, "bundle_remote_code", lambda folder: ())
+    interrupted(3, model_folder, lora, tmp_path / "run")
     result = finetune(model_folder, lora, tmp_path / "run", resume=True)
     ours, theirs = (load_file(r.folder / "adapter" / "adapter_model.safetensors") for r in (result, whole))
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())

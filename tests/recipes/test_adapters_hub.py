@@ -8,7 +8,8 @@ import textwrap
 import hub_server
 import pytest
 import torch
-from huggingface_hub import constants, snapshot_download
+from hub_server import TOKEN
+from huggingface_hub import snapshot_download
 from palimpsa_surgery.base.errors import UsageError
 from palimpsa_surgery.recipes.adapters import load_adapter, merge
 from palimpsa_surgery.recipes.finetune import finetune
@@ -18,20 +19,12 @@ from palimpsa_surgery.surgery.loading import load_model
 
 pytest.importorskip("peft")
 
-TOKEN = "hf_" + "a" * 34
 IDS = torch.arange(20).view(1, 20)
 
 
 @pytest.fixture
 def server(monkeypatch, tmp_path):
-    with hub_server.running() as server:
-        monkeypatch.setattr(constants, "ENDPOINT", server.address)
-        template = server.address + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with hub_server.for_the_client(monkeypatch, tmp_path) as server:
         yield server
 
 

@@ -14,7 +14,7 @@ from palimpsa_surgery.base.errors import (
     TrainingError,
     UsageError,
 )
-from palimpsa_surgery.recipes import export, loop
+from palimpsa_surgery.recipes import export
 from palimpsa_surgery.recipes import finetune as finetune_module
 from palimpsa_surgery.recipes.finetune import finetune
 from palimpsa_surgery.recipes.loop import METRICS_VERSION, read_metrics
@@ -144,20 +144,10 @@ def test_micro_batches_do_not_change_the_result(model_folder, recipe, tmp_path):
 @pytest.mark.parametrize(
     "changes", [{}, {"mode": "new+swapped"}, {"precision": "bf16"}, {"gradient_checkpointing": True}]
 )
-def test_a_killed_run_goes_on_bit_for_bit(changes, model_folder, recipe, tmp_path, monkeypatch):
+def test_a_killed_run_goes_on_bit_for_bit(changes, model_folder, recipe, tmp_path, interrupted):
     recipe = {**recipe, **changes, "steps": 5, "save_every": 2, "eval_every": 3}
     whole = finetune(model_folder, recipe, tmp_path / "whole")
-    original = loop.optimiser_step
-
-    def killed(run, step):
-        if step == 3:
-            raise KeyboardInterrupt
-        return original(run, step)
-
-    monkeypatch.setattr(loop, "optimiser_step", killed)
-    with pytest.raises(KeyboardInterrupt):
-        finetune(model_folder, recipe, tmp_path / "run")
-    monkeypatch.undo()
+    interrupted(3, model_folder, recipe, tmp_path / "run")
     with (tmp_path / "run" / "metrics.jsonl").open("a") as stream:
         stream.write('{"kind": "tr')
     result = finetune(model_folder, recipe, tmp_path / "run", resume=True)

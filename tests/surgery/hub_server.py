@@ -16,9 +16,11 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+TOKEN = "hf_" + "a" * 34
 LARGE = (".safetensors", ".bin", ".png", ".gz")
 
 
@@ -102,6 +104,26 @@ def running() -> Iterator[HubServer]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextlib.contextmanager
+def for_the_client(monkeypatch: Any, folder: Path) -> Iterator[HubServer]:
+    """A server that huggingface_hub asks in this process, with `TOKEN`; what it stores goes below `folder`."""
+    from huggingface_hub import constants
+
+    with running() as server:
+        settings = {
+            "ENDPOINT": server.address,
+            "HUGGINGFACE_CO_URL_TEMPLATE": server.address + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_DISABLE_XET": True,
+            "HF_HUB_CACHE": str(folder / "hub"),
+            "HF_TOKEN_PATH": str(folder / "no-token"),
+        }
+        for name, value in settings.items():
+            monkeypatch.setattr(constants, name, value)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield server
 
 
 class _Answer(Exception):  # noqa: N818  it ends a request

@@ -11,6 +11,7 @@ import hub_server
 import pico
 import pytest
 import torch
+from hub_server import TOKEN
 from huggingface_hub import ModelCard, constants
 from palimpsa_surgery.base.errors import CheckpointError, HubError, OutputExistsError, UsageError
 from palimpsa_surgery.surgery import hub
@@ -20,22 +21,13 @@ from palimpsa_surgery.surgery.hub import push, push_to_folder
 from palimpsa_surgery.surgery.loading import load_model
 from transformers import AutoModelForCausalLM
 
-TOKEN = "hf_" + "a" * 34
 REPO = "alice/my-model.v1"
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 
 
 @pytest.fixture
 def server(monkeypatch, tmp_path):
-    with hub_server.running() as server:
-        monkeypatch.setattr(constants, "ENDPOINT", server.address)
-        template = server.address + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with hub_server.for_the_client(monkeypatch, tmp_path) as server:
         yield server
 
 
