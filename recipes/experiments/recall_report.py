@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +20,9 @@ from ..bootstrap import Figure
 from ..eval_plots import Line, draw_lines
 
 Run = dict[str, Any]
+
+HALF = 0.5
+"""Validation accuracy that tells when a model has begun to recall: what guessing among the values gives is far less."""
 
 
 def report(experiment: str, arms: Sequence[str], runs: Sequence[Run], out: Path) -> None:
@@ -62,6 +66,15 @@ def validation(run: Run, record: int = -1) -> float:
     return mean(task["accuracy"] for task in run["records"][record]["validation"].values())
 
 
+def steps_to(run: Run, accuracy: float) -> float | None:
+    """The step at which validation first reaches `accuracy`, on a straight line between records; None when never."""
+    points = [(record["step"], validation(run, index)) for index, record in enumerate(run["records"])]
+    for (before, low), (after, high) in itertools.pairwise(points):
+        if low < accuracy <= high:
+            return before + (after - before) * (accuracy - low) / (high - low)
+    return None
+
+
 def over_seeds(values: Sequence[float]) -> Figure:
     """Mean and its standard error; no error for a single seed."""
     return Figure(mean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None)
@@ -99,9 +112,20 @@ def _lr_table(runs: Sequence[Run], chosen: dict[str, list[Run]]) -> str:
             speed = mean(1000 * run["training_seconds"] / run["records"][-1]["step"] for run in own)
             figures = [over_seeds([f(run) for run in own]) for f in (lambda r: validation(r, 0), validation, _test)]
             mark = "chosen" if lr == best[0]["lr"] else ""
-            rows.append([arm, f"{lr:g}", len(own), *map(_text, figures), f"{speed:.0f}", mark])
-    heads = ["arm", "learning rate", "seeds", "validation before, %", "after, %", "test mean, %", "ms a step", ""]
+            rows.append([arm, f"{lr:g}", len(own), *map(_text, figures), _half_way(own), f"{speed:.0f}", mark])
+    heads = ["arm", "learning rate", "seeds", "validation before, %", "after, %", "test mean, %"]
+    heads += [f"steps to {100 * HALF:.0f} % validation", "ms a step", ""]
     return _markdown(heads, rows)
+
+
+def _half_way(runs: Sequence[Run]) -> str:
+    """Mean steps to `HALF` with its error over the runs that reach it, and how many do when not all."""
+    steps = [step for step in (steps_to(run, HALF) for run in runs) if step is not None]
+    if not steps:
+        return "never"
+    figure = over_seeds(steps)
+    error = "" if figure.error is None else f" ± {figure.error:.0f}"
+    return f"{figure.value:.0f}{error}" + ("" if len(steps) == len(runs) else f" ({len(steps)} of {len(runs)})")
 
 
 def _task_table(chosen: dict[str, list[Run]]) -> str:

@@ -4,7 +4,7 @@ import csv
 import math
 
 import pytest
-from palimpsa_surgery.recipes.experiments.recall_report import best_lr, best_runs, over_seeds, report
+from palimpsa_surgery.recipes.experiments.recall_report import best_lr, best_runs, over_seeds, report, steps_to
 
 ARMS = ("mamba2", "palimpsa")
 
@@ -72,8 +72,22 @@ def test_the_difference_is_taken_at_equal_seeds(page):
 
 
 def test_every_learning_rate_is_in_the_table(page):
-    assert cells(page, "| mamba2 | 0.001")[2:] == ["2", "10.0 ± 0.0", "30.0 ± 0.0", "67.5 ± 0.0", "40", ""]
-    assert cells(page, "| palimpsa | 0.001")[-1] == "chosen"
+    never = ["2", "10.0 ± 0.0", "30.0 ± 0.0", "67.5 ± 0.0", "never", "40", ""]
+    assert cells(page, "| mamba2 | 0.001")[2:] == never
+    # 0.1 at the start and 0.6 after 50 steps: 0.5 after 40.
+    assert cells(page, "| palimpsa | 0.001")[-3:] == ["40 ± 0", "40", "chosen"]
+
+
+def test_the_step_of_half_the_accuracy_is_interpolated():
+    assert steps_to(run_of("a", 0.1, 0, 0.6, 0.0), 0.35) == pytest.approx(25)
+    assert steps_to(run_of("a", 0.1, 0, 0.5, 0.0), 0.5) == pytest.approx(50)
+    assert steps_to(run_of("a", 0.1, 0, 0.4, 0.0), 0.5) is None
+
+
+def test_runs_that_never_reach_half_are_counted(tmp_path):
+    runs = [run_of("mamba2", 0.01, seed, accuracy, 0.5) for seed, accuracy in enumerate((0.9, 0.6, 0.3))]
+    report("mqar", ARMS, runs, tmp_path)
+    assert cells(tmp_path, "| mamba2 | 0.01")[-3] == "32 ± 8 (2 of 3)"
 
 
 def test_heads_are_listed_with_windows_and_importance(page):
