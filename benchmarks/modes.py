@@ -4,7 +4,8 @@
 
 SOURCE is converted into OUT/model first; without --layers it is a converted folder already. `key=value` changes the
 recipe in every mode, `MODE:key=value` in one. Each mode has a folder and a process of its own, so that its peak memory
-is its own. What is finished is not run again; what was cut short goes on from its newest checkpoint.
+is its own. What is finished is not run again; what was cut short goes on from its newest checkpoint. Writes into OUT
+modes.md (the table), curves.png (losses) and modes.png (how they change and differ, which short runs need).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from palimpsa_surgery.recipes.finetune import make_accelerator, open_streams
 from palimpsa_surgery.recipes.loop import read_metrics
 from palimpsa_surgery.recipes.modes import prepare_mode
 from palimpsa_surgery.recipes.optim import describe_selection
-from plot_runs import draw
+from plot_runs import draw, draw_changes
 
 MODES = ("full", "new", "new+swapped", "lora")
 # Changed in one mode only, these would make the runs read other tokens, or be measured on others.
@@ -78,30 +79,36 @@ def run_mode(model: Path, recipe: Recipe, out: Path) -> None:
     logger.info("%s: validation %s", out.name, ", ".join(f"{loss:.4f}" for _, loss, _ in result.validation))
 
 
-def losses_of(folders: dict[str, Path], recipe: Recipe, out: Path) -> dict[str, LossResult]:
-    """The loss of each model folder on the validation windows of the recipe: the same ones for all."""
+def losses_of(folders: dict[str, str | Path], recipe: Recipe, out: Path) -> dict[str, LossResult]:
+    """The loss of each model on the validation windows of the recipe: the same ones for all; the first tokenises."""
     accelerator = make_accelerator(recipe, out)
-    results = {}
+    results, windows = {}, None
     for name, folder in folders.items():
         model = ps.load_model(folder, dtype=torch.float32, device=accelerator.device)
-        tokenizer = load_tokenizer(recipe.data.tokenizer or folder)
-        windows = open_streams(accelerator, recipe, tokenizer, model.config.vocab_size)[1]
+        if windows is None:
+            tokenizer = load_tokenizer(recipe.data.tokenizer or folder)
+            windows = open_streams(accelerator, recipe, tokenizer, model.config.vocab_size)[1]
         results[name] = evaluate_loss(model, windows, precision=recipe.precision)
         logger.info("%s: loss %.4f", name, results[name].loss)
     return results
+
+
+def signed(start: LossResult, end: LossResult) -> str:
+    """Loss of `end` less that of `start` on the same windows, with its error."""
+    difference, error = paired_difference(start, end)
+    return f"{difference:+.4f} ± {error:.4f}"
 
 
 def mode_row(lines: list[dict[str, Any]], start: LossResult, end: LossResult, trained: int) -> dict[str, str]:
     """One mode as a row of the table, from its `metrics.jsonl`, two losses and the number of trained parameters."""
     training = [line for line in lines if line["kind"] == "train"]
     speeds = [line["tokens_per_second"] for line in training[1:] or training]  # the first step compiles
-    difference, error = paired_difference(start, end)
     return {
         "trained parameters": human_count(trained),
         "tokens": f"{training[-1]['tokens']:,}",
         "validation loss before": f"{start.loss:.4f} ± {start.stderr:.4f}",
         "after": f"{end.loss:.4f} ± {end.stderr:.4f}",
-        "paired difference": f"{difference:+.4f} ± {error:.4f}",
+        "paired difference": signed(start, end),
         "tokens/s": f"{statistics.median(speeds):,.0f}",
         "peak memory": human_bytes(max(line["memory_bytes"] for line in training)),
     }
@@ -123,11 +130,13 @@ def report(
         rates = {"mode": mode, "lr": f"{recipe.lr:g}", "lr of what is new": f"{recipe.lr_new:g}"}
         trained = trained_parameters(model, recipe)
         rows.append({**rates, **mode_row(lines, losses["start"], losses[mode], trained)})
-    start = losses["start"]
+    start, source = losses["start"], losses.get("source")
+    before = f" The start lies {signed(source, start)} from its source." if source else ""
     return (
         f"{facts['device']}, {facts['date']}, commit {facts['commit']}, torch {facts['torch']}. Losses in nats a token"
         f" over {start.windows} windows of {start.seq_len} held-out tokens; ± is one bootstrap standard error; the"
-        f" paired difference takes the same windows of both models.\n\n    {facts['command']}\n\n{markdown_table(rows)}"
+        f" paired difference takes the same windows of both models.{before}\n\n"
+        f"    {facts['command']}\n\n{markdown_table(rows)}"
     )
 
 
@@ -157,9 +166,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             ps.convert(options.source, model, layers=options.layers, init=options.init, beta_groups=options.beta_groups)
     for mode, recipe in recipes.items():
         run_mode(model, recipe, options.out / mode)
-        draw([options.out / m for m in MODES if (options.out / m).is_dir()], options.out / "modes.png", options.title)
-    folders = {"start": model, **{mode: options.out / mode / "final" for mode in MODES}}
-    page = report(model, options.out, recipes, losses_of(folders, recipes["full"], options.out), facts)
+        draw([options.out / m for m in MODES if (options.out / m).is_dir()], options.out / "curves.png", options.title)
+    source = {} if options.layers is None else {"source": options.source}
+    folders = {"start": model, **source, **{mode: options.out / mode / "final" for mode in MODES}}
+    losses = losses_of(folders, recipes["full"], options.out)
+    errors = {mode: paired_difference(losses["start"], losses[mode])[1] for mode in MODES}
+    draw_changes([options.out / m for m in MODES], "new", options.out / "modes.png", options.title, errors)
+    page = report(model, options.out, recipes, losses, facts)
     write_text(options.out / "modes.md", page)
     print(page)
 

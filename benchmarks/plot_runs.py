@@ -51,10 +51,36 @@ def draw(runs: list[Path], output: Path, title: str) -> None:
         )
     left.set(xlabel="step", ylabel="training loss, nats a token (smoothed)")
     right.set(xlabel="step", ylabel="validation loss, nats a token")
-    right.legend(frameon=False)
+    _finish(figure, right, output, title)
+
+
+def draw_changes(runs: list[Path], reference: str, output: Path, title: str, errors: dict[str, float]) -> None:
+    """Runs that read the same tokens, where the text varies more than they differ: what differs.
+
+    Training loss less that of the run called `reference`, and validation loss less that of step 0, whose last point
+    carries its paired error in `errors` (by name), where there is one.
+    """
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    base = {x["step"]: x["loss"] for folder in runs if folder.name == reference for x in read_run(folder)[0]}
+    for folder in runs:
+        training, validation = read_run(folder)
+        common = [x for x in training if x["step"] in base]
+        left.plot([x["step"] for x in common], smoothed([x["loss"] - base[x["step"]] for x in common]), lw=1.5)
+        bars = [0.0] * (len(validation) - 1) + [errors.get(folder.name, 0.0)]
+        changes = [x["loss"] - validation[0]["loss"] for x in validation]
+        steps = [x["step"] for x in validation]
+        right.errorbar(steps, changes, yerr=bars, marker="o", ms=4, capsize=3, label=folder.name)
+    left.set(xlabel="step", ylabel=f"training loss less that of {reference}, nats (smoothed)")
+    right.set(xlabel="step", ylabel="change of validation loss, nats a token")
+    _finish(figure, right, output, title)
+
+
+def _finish(figure: plt.Figure, labelled: plt.Axes, output: Path, title: str) -> None:
+    labelled.legend(frameon=False)
     figure.suptitle(title)
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=130)
+    plt.close(figure)
 
 
 def main() -> None:

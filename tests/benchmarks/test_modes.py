@@ -58,4 +58,20 @@ def test_all_modes_are_run_and_compared_and_none_twice(tiny_folder, tmp_path, mo
     page = (tmp_path / "out" / "modes.md").read_text()
     assert [line.split(" | ")[0] for line in page.splitlines()[-4:]] == [f"| {mode}" for mode in modes.MODES]
     assert str(tmp_path) not in page
-    assert (tmp_path / "out" / "modes.png").stat().st_size > 10_000
+    assert all((tmp_path / "out" / name).stat().st_size > 10_000 for name in ("modes.png", "curves.png"))
+
+
+def test_what_differs_is_drawn_less_the_reference(tmp_path, monkeypatch):
+    import plot_runs
+
+    for name, losses in {"a": (3.0, 2.0), "b": (2.5, 1.75)}.items():
+        lines = [{"kind": "train", "step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
+        lines += [{"kind": "validation", "step": step, "loss": 4.0 - step, "stderr": 0.5} for step in (0, 2)]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    figures = []
+    monkeypatch.setattr(plot_runs, "_finish", lambda figure, *_: figures.append(figure))
+    plot_runs.draw_changes([tmp_path / "a", tmp_path / "b"], "a", tmp_path / "out.png", "", {"b": 0.1})
+    left, right = figures[0].axes
+    assert [list(line.get_ydata()) for line in left.get_lines()] == [[0, 0], plot_runs.smoothed([-0.5, -0.25])]
+    assert list(right.get_lines()[0].get_ydata()) == [0.0, -2.0]
