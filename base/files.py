@@ -167,10 +167,11 @@ def output_folder(path: str | Path, *, force: bool = False) -> Iterator[Path]:
     replaced as a whole after the new one is complete, and put back if the new one cannot take its place.
 
     Raises:
-        OutputExistsError: `path` exists, is not empty, and `force` is false.
+        OutputExistsError: `path` exists, is not empty, and `force` is false; or it holds the current folder.
         OutputError: the disk is full or the folder cannot be moved into place.
     """
     refuse_existing(path, force=force)
+    refuse_to_delete(path)
     path = Path(path).resolve()
     with _disk_errors(path, every=True):
         path.parent.mkdir(parents=True, exist_ok=True)

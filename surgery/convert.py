@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..base.console import are, counted
 from ..base.errors import UsageError, VerificationError
 from ..base.files import flushing, output_folder, refuse_existing, refuse_to_delete, write_text
 from ..base.schemas import write_model
@@ -102,8 +103,7 @@ def convert(
         raise UsageError(f"--dtype {dtype}: there is no such dtype; choose one of {', '.join(DTYPES)}")
     measuring = measuring or MeasureOptions()
     checkpoint = open_checkpoint(src, revision=revision, token=token) if isinstance(src, str | Path) else src
-    if force:
-        refuse_to_delete(out, checkpoint.path)
+    refuse_to_delete(out, checkpoint.path)
     mode = choose_mode(checkpoint, verify)
     plan, profile = _settle(checkpoint, plan, profile, layers, plan_options, measuring)
     stored = DTYPES[dtype] if dtype else checkpoint.dtype
@@ -126,10 +126,11 @@ def _settle(
         given = [f"--{key.replace('_', '-')}" for key in ("layers", *options) if key in options or layers is not None]
         if given:
             raise UsageError(f"{', '.join(given)}: the plan holds that already; edit the plan, or leave it out")
+        where = str(plan) if isinstance(plan, str | Path) else PLAN_FILE
         if isinstance(plan, str | Path):
             profile = profile or _profile_beside(Path(plan), checkpoint)
             plan = read_plan(plan)
-        plan.check_source(checkpoint)
+        plan.check_source(checkpoint, where)
         if profile is not None:
             profile.check_source(checkpoint.fingerprint, checkpoint.source_id)
         calibrated = plan.init == "calibrated"
@@ -203,7 +204,8 @@ def _write(
             from .plots import plot_profile
 
             plot_profile(profile, folder / PICTURE_FILE, chosen=plan.layers)
-    logger.info("%s: %d layers swapped (%s)", out.name, len(plan.layers), ", ".join(str(i) for i in plan.layers))
+    swapped = ", ".join(str(layer) for layer in plan.layers)
+    logger.info("%s: %s swapped (%s)", out.name, counted(len(plan.layers), "layer"), swapped)
     return report
 
 
@@ -234,7 +236,8 @@ def _rounding_note(checkpoint: Checkpoint, specs: list[TensorSpec]) -> tuple[str
         return ()
     stored = dtype_name(next(spec.dtype for spec in specs if spec.name == rounded[0]))
     return (
-        f"{len(rounded)} tensors (such as {rounded[0]}) are rounded to {stored}; give --dtype float32 to keep them",
+        f"{counted(len(rounded), 'tensor')} (such as {rounded[0]}) {are(len(rounded))} rounded to {stored}; give "
+        "--dtype float32 to keep the source's digits",
     )
 
 

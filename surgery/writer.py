@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..base.console import human_bytes
+from ..base.console import counted, human_bytes
 from ..base.errors import CheckpointError
 from ..base.files import write_json
 from .lazy import SAFETENSORS_DTYPES, Extent
@@ -203,7 +203,7 @@ class StreamingSafetensorsWriter:
             write_json(
                 self.folder / INDEX_FILE, {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
             )
-        logger.info("wrote %s in %d file(s)", human_bytes(self.total_bytes), len(self.files))
+        logger.info("wrote %s in %s", human_bytes(self.total_bytes), counted(len(self.files), "file"))
 
     def _close(self) -> None:
         while self._streams:

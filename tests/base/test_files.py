@@ -142,6 +142,15 @@ def test_an_existing_output_is_refused_without_force(tmp_path, kind):
     assert siblings(tmp_path) == ["out"]
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_the_folder_one_works_in_is_not_replaced_even_when_empty(tmp_path, monkeypatch, force):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(OutputExistsError, match="would delete here"), files.output_folder(".", force=force):
+        pytest.fail("the block must not run")
+    assert files.Path.cwd() == tmp_path / "here"
+
+
 def test_an_empty_folder_is_no_obstacle(tmp_path):
     (tmp_path / "out").mkdir()
     with files.output_folder(tmp_path / "out") as folder:
