@@ -102,7 +102,8 @@ class Bench:
         folder = self.folder(name)
         if not (folder / "final" / "config.json").is_file():
             shutil.rmtree(folder, ignore_errors=True)
-            saving = [f"save_every={max(1, kill_at // 2)}", "keep=3"]
+            every = max(1, kill_at // 2)  # a validation before each checkpoint: it leaves a sharded model gathered
+            saving = [f"save_every={every}", f"eval_every={every}", "keep=3"]
             if self.run(first, name, *saving, kill_at=kill_at):
                 raise LaunchError(f"{name}: ended before it could be killed; give more --steps")
             self.run(second, name, *saving, resume=True)

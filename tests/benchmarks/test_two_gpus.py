@@ -74,7 +74,7 @@ def test_a_resumed_run_is_compared_from_where_it_went_on(bench, monkeypatch):
     monkeypatch.setattr(Bench, "run", run)
     name, step = bench.kill_and_resume(DDP, ONE, 2)
     assert bench.kill_and_resume(DDP, ONE, 2) == (name, step) == ("ddp-2 killed, one resumes", 1)
-    saving = ("save_every=1", "keep=3")
+    saving = ("save_every=1", "eval_every=1", "keep=3")
     assert calls == [("ddp-2", False, 2, saving), ("one", True, None, saving)]
     report = Report(bench, FACTS, "no")
     report.add(name, 1, after=step)
