@@ -10,7 +10,7 @@ from ...base.errors import UsageError
 SOURCE, CONTROL, MAIN = "source", "control", "window"
 """The model as it was pretrained; fine-tuned without surgery; the paper's rule with the identity start."""
 
-EARLY = ("window-new-only", "window-paper", "strongest")
+EARLY = ("window-new-only", "window-new-only-fast", "window-paper", "strongest")
 """What is compared next after control and main arm, when time is short."""
 
 
@@ -23,18 +23,21 @@ class Variant:
         init: of `surgery.initialization.STARTS`.
         per_channel: one importance gate per channel, the paper's, whatever the preset says.
         mode: of the recipe; `new` trains what surgery added alone, so that its control is the untrained source.
+        lr_new_times: the preset's `lr_new` times this.
     """
 
     rule: str | None = None
     init: str = "identity"
     per_channel: bool = False
     mode: str = "full"
+    lr_new_times: float = 1.0
 
 
 VARIANTS: dict[str, Variant] = {
     CONTROL: Variant(),
     MAIN: Variant("window"),
     "window-new-only": Variant("window", mode="new"),
+    "window-new-only-fast": Variant("window", mode="new", lr_new_times=10.0),
     "window-paper": Variant("window", "paper"),
     "window-calibrated": Variant("window", "calibrated"),
     "window-per-channel": Variant("window", per_channel=True),
@@ -74,7 +77,7 @@ class Preset:
             whole documents. Few steps over whole documents would see a dozen of them, one after the other.
         seq_len, batch_size, micro_batch_size: of training.
         lrs: candidates, tried alike for control and main arm with the first seed.
-        lr_new: of what surgery added, in every arm.
+        lr_new: of what surgery added, times the variant's `lr_new_times`.
         beta_groups: importance gates a head; None for one per channel.
         seeds: of control and main arm; the other arms take the first.
         eval_length, eval_tokens: windows of held-out text for the losses by position, and how much of it.
@@ -163,6 +166,12 @@ PRESETS: dict[str, Preset] = {
         changes={"data.packing": "stream"},
     ),
 }
+
+
+def lr_new_of(preset: Preset, arm: Arm) -> float:
+    """The learning rate of what surgery added; 0 where nothing was."""
+    variant = VARIANTS.get(arm.variant, Variant())
+    return 0.0 if variant.rule is None else preset.lr_new * variant.lr_new_times
 
 
 def find_preset(name: str) -> Preset:

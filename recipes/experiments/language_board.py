@@ -47,6 +47,16 @@ class Board:
         found = [self.get(variant) for variant in VARIANTS if variant != CONTROL]
         return [result for result in found if result is not None]
 
+    @property
+    def compared(self) -> list[ArmResult]:
+        """Those whose control is the fine-tuned one: all of the model was trained."""
+        return [result for result in self.operated if VARIANTS[result.variant].mode != "new"]
+
+    @property
+    def new_only(self) -> list[ArmResult]:
+        """Those whose control is the source: nothing but what surgery added was trained."""
+        return [result for result in self.operated if VARIANTS[result.variant].mode == "new"]
+
     @cached_property
     def pairs(self) -> list[tuple[ArmResult, ArmResult]]:
         """(main arm, control) of every seed that has both."""

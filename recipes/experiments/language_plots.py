@@ -14,6 +14,8 @@ from .language_board import Board
 from .language_results import LOSS, ArmResult, change, change_over_seeds
 
 MOST_HISTORIES = 4
+LOG_FROM = 10
+"""Ratios above it get a logarithmic axis."""
 
 
 def draw_all(board: Board, out: Path) -> None:
@@ -27,22 +29,22 @@ def draw_all(board: Board, out: Path) -> None:
 def draw_arms(board: Board, path: Path) -> None:
     """Every arm's loss less the control's, within and beyond the training length, beside the spread over seeds."""
     bounds = ((0, board.seq_len, "within the training length"), (board.seq_len, None, "beyond it"))
-    figure, panels = _figure(2, (9.0, 1.4 + 0.36 * len(board.operated)))
+    figure, panels = _figure(2, (9.0, 1.4 + 0.36 * len(board.compared)))
     for axes, (low, high, name) in zip(panels, bounds, strict=True):
         _, over_seeds = change_over_seeds(board.pairs, low, high)
-        single = [change(one, control, low, high).value for one, control in board.pairs]
+        single = [1000 * change(one, control, low, high).value for one, control in board.pairs]
         if over_seeds is not None:
             spread = float(np.std(single, ddof=1))
             axes.axvspan(-2 * spread, 2 * spread, color=GREY, alpha=0.15, linewidth=0)
-        figures = [change(result, board.control, low, high) for result in board.operated]
+        figures = [change(result, board.control, low, high) for result in board.compared]
         places = range(len(figures))[::-1]
-        errors = [figure.error or 0.0 for figure in figures]
-        axes.errorbar([f.value for f in figures], places, xerr=errors, fmt="o", color="#d62728", capsize=3)
+        errors = [1000 * (figure.error or 0.0) for figure in figures]
+        axes.errorbar([1000 * f.value for f in figures], places, xerr=errors, fmt="o", color="#d62728", capsize=3)
         axes.plot(single[1:], [places[0]] * len(single[1:]), "|", color=INK, markersize=11)
         axes.axvline(0, color=GREY, linewidth=0.8)
-        axes.set_yticks(list(places), [result.variant for result in board.operated])
+        axes.set_yticks(list(places), [result.variant for result in board.compared])
         axes.set_ylim(-0.6, len(figures) - 0.4)
-        axes.set_xlabel("loss less the control's (nats a token)", color=INK)
+        axes.set_xlabel("loss less the control's (thousandths of a nat a token)", color=INK)
         axes.set_title(name, fontsize=9, color=INK)
     panels[1].tick_params(labelleft=False)
     _save(figure, path, "First seed, one bootstrap error; bars: other seeds; grey: two standard deviations over seeds")
@@ -73,7 +75,7 @@ def draw_positions(board: Board, path: Path) -> None:
 
 def draw_importance(board: Board, path: Path) -> None:
     """Metaplasticity ratio of each swapped layer over training, of the arms that say most."""
-    wanted = (MAIN, "window-paper", "all", "window-calibrated")
+    wanted = (MAIN, "window-new-only-fast", "window-paper", "all", "window-calibrated")
     arms = [result for name in wanted for result in board.operated if result.variant == name and result.importance]
     arms = arms[:MOST_HISTORIES]
     figure, panels = _figure(max(1, len(arms)), (3.1 * max(1, len(arms)) + 0.6, 3.4))
@@ -83,7 +85,11 @@ def draw_importance(board: Board, path: Path) -> None:
             ratios = [line["layers"][str(layer)]["ratio"] for line in result.importance]
             tokens = [line["step"] * per_step / 1000 for line in result.importance]
             axes.plot(tokens, ratios, marker=".", linewidth=1.2, color=f"C{layer % 10}", label=f"layer {layer}")
-        axes.set_yscale("log")
+        highest = max(line.get_ydata().max() for line in axes.get_lines())
+        if highest > LOG_FROM:
+            axes.set_yscale("log")
+        else:
+            axes.ticklabel_format(axis="y", useOffset=False)
         axes.set_xlabel("thousand tokens trained", color=INK)
         axes.set_title(result.variant, fontsize=9, color=INK)
         axes.legend(fontsize=7, frameon=False)

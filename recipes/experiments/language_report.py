@@ -11,7 +11,7 @@ import numpy as np
 
 from ...base.files import load_json, write_text
 from ..bootstrap import Figure, difference, estimate
-from .language_arms import CONTROL, MAIN, VARIANTS
+from .language_arms import CONTROL, MAIN
 from .language_board import Board
 from .language_plots import draw_all
 from .language_results import LOSS, ArmResult, change, change_over_seeds, loss, losses, probe, read_results, swept
@@ -46,7 +46,7 @@ def markdown(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
-def shown(figure: Figure | None, *, sign: bool = True, digits: int = 4) -> str:
+def shown(figure: Figure | None, *, sign: bool = True, digits: int = 5) -> str:
     """`+0.0012 ± 0.0003`; a dash for what is not there."""
     if figure is None:
         return "-"
@@ -109,7 +109,7 @@ def seeds_table(board: Board) -> str:
     means = [change_over_seeds(board.pairs, *bounds) for bounds in _ranges(board)]
     losses_of = [f"{mean(loss(pair[side]).value for pair in board.pairs):.4f}" for side in (1, 0)]
     rows.append(("mean", *losses_of, *(shown(figure) for figure, _ in means)))
-    rows.append(("error over seeds", "", "", *("-" if error is None else f"{error:.4f}" for _, error in means)))
+    rows.append(("error over seeds", "", "", *("-" if error is None else f"{error:.5f}" for _, error in means)))
     return markdown(("seed", CONTROL, MAIN, *(f"difference, {name}" for name in RANGE_NAMES)), rows)
 
 
@@ -118,26 +118,25 @@ def arms_table(board: Board) -> str:
     rows = []
     if board.source is not None:
         cells = [shown(change(board.source, board.control, *bounds)) for bounds in _ranges(board)]
-        rows.append(("source, not trained", "", "", f"{loss(board.source).value:.4f}", *cells, "", ""))
-    rows.append((CONTROL, "", "", f"{loss(board.control).value:.4f}", "", "", "", "", _pace(board.control)))
-    for result in board.operated:
+        rows.append(("source, not trained", "", "", f"{loss(board.source).value:.4f}", *cells, ""))
+    rows.append((CONTROL, "", "", f"{loss(board.control).value:.4f}", "", "", "", ""))
+    for result in board.compared:
         cells = [shown(change(result, board.control, *bounds)) for bounds in _ranges(board)]
         start = result.dev[0][1] - board.control.dev[0][1]
         layers = " ".join(str(layer) for layer in result.palimpsa_layers)
-        figures = (f"{start:+.4f}", f"{loss(result).value:.4f}", *cells, shown(_off(result)), _pace(result))
+        figures = (f"{start:+.4f}", f"{loss(result).value:.4f}", *cells, shown(_off(result)))
         rows.append((result.variant, layers, *figures))
     headers = ("arm", "layers", "at the start", "loss", *(f"less control, {name}" for name in RANGE_NAMES))
-    return markdown((*headers, "switched off: change", "tokens/s"), rows)
+    return markdown((*headers, "switched off: change"), rows)
 
 
 def new_only_table(board: Board) -> str:
     """Arms that leave the source's parameters alone, beside the source: nothing else differs."""
     rows = []
-    for result in board.operated:
-        if VARIANTS[result.variant].mode == "new" and board.source is not None:
-            cells = [shown(change(result, board.source, *bounds), digits=5) for bounds in _ranges(board)]
-            rows.append((result.variant, *cells))
-    return markdown(("arm", *RANGE_NAMES), rows)
+    for result in board.new_only if board.source is not None else ():
+        cells = [shown(change(result, board.source, *bounds)) for bounds in _ranges(board)]
+        rows.append((result.variant, f"{result.lr_new:g}", *cells))
+    return markdown(("arm", "learning rate of what is new", *RANGE_NAMES), rows)
 
 
 def _off(result: ArmResult) -> Figure | None:
@@ -145,10 +144,6 @@ def _off(result: ArmResult) -> Figure | None:
     if not result.of("off"):
         return None
     return difference(losses(result, suite="off"), losses(result))
-
-
-def _pace(result: ArmResult) -> str:
-    return f"{result.tokens_per_second:.0f}"
 
 
 def positions_table(board: Board) -> str:
@@ -159,17 +154,19 @@ def positions_table(board: Board) -> str:
         figure, error = change_over_seeds(board.pairs, low, high)
         arms = [board.source, board.control, board.get(MAIN)]
         cells = ["-" if arm is None else f"{loss(arm, low, high).value:.4f}" for arm in arms]
-        rows.append((f"{low:,}-{high - 1:,}", *cells, shown(figure), "-" if error is None else f"{error:.4f}"))
+        rows.append((f"{low:,}-{high - 1:,}", *cells, shown(figure), "-" if error is None else f"{error:.5f}"))
     return markdown(("tokens before", "source", CONTROL, MAIN, f"{MAIN} - {CONTROL}, seeds", "over seeds"), rows)
 
 
 def probes_table(board: Board) -> str:
-    """Recall and needle, summed over seeds."""
+    """Recall and needle, summed over seeds, without figures that are zero everywhere."""
     rows = []
     mains, controls = ([pair[side] for pair in board.pairs] for side in (0, 1))
     for row in board.control.of("recall") + board.control.of("needle"):
         where = ", ".join(f"{key} {value:g}" for key, value in row.at.items())
         one, other = (probe(arms, row.suite, row.name, row.at) for arms in (mains, controls))
+        if not one.any(axis=0)[0] and not other.any(axis=0)[0]:
+            continue
         source = (
             "-"
             if board.source is None

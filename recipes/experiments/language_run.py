@@ -32,7 +32,7 @@ from ..data import open_text
 from ..finetune import finetune
 from ..loop import read_metrics
 from ..suites import EvalOptions, EvalText, Subject, suite_module
-from .language_arms import CONTROL, SOURCE, VARIANTS, Arm, Preset
+from .language_arms import SOURCE, VARIANTS, Arm, Preset, lr_new_of
 from .language_overlap import overlap
 from .language_results import LOSS, ArmResult, Gate, Row, to_row
 
@@ -162,7 +162,7 @@ def pieces(documents: Sequence[str], count: int, size: int, seed: int = 0) -> li
 def run_source(experiment: Experiment) -> ArmResult:
     """Measures the source as it is; see `run_arm`."""
     started = time.perf_counter()
-    values = _facts(experiment, Arm(SOURCE, 0.0, 0)) | {"arm": SOURCE, "lr_new": 0.0}
+    values = _facts(experiment, Arm(SOURCE, 0.0, 0)) | {"arm": SOURCE}
     values |= _after(experiment, experiment.checkpoint, experiment.profile, probed=True)
     return _written(experiment, values, started)
 
@@ -225,7 +225,7 @@ def recipe_of(experiment: Experiment, arm: Arm) -> Recipe:
         "micro_batch_size": preset.micro_batch_size,
         "steps": preset.steps(experiment.train_tokens if preset.tokens is None else 0),
         "lr": arm.lr,
-        "lr_new": preset.lr_new,
+        "lr_new": lr_new_of(preset, arm),
         "seed": arm.seed,
         "eval_every": 0,
         "eval_windows": preset.dev_windows,
@@ -256,7 +256,7 @@ def _facts(experiment: Experiment, arm: Arm) -> dict[str, Any]:
         "arm": arm.name,
         "variant": arm.variant,
         "lr": arm.lr,
-        "lr_new": 0.0 if arm.variant == CONTROL else experiment.preset.lr_new,
+        "lr_new": lr_new_of(experiment.preset, arm),
         "seed": arm.seed,
         "seq_len": experiment.preset.seq_len,
         "preset": experiment.name,

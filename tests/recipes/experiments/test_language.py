@@ -143,7 +143,7 @@ def test_arms_of_a_seed_differ_in_learning_rate_alone(inputs, tmp_path):
     recipes = [
         recipe_of(experiment, Arm(variant, lr, 3)).model_dump() for variant, lr in ((CONTROL, 1e-5), (MAIN, 2e-3))
     ]
-    assert {key for key in recipes[0] if recipes[0][key] != recipes[1][key]} == {"lr"}
+    assert {key for key in recipes[0] if recipes[0][key] != recipes[1][key]} == {"lr", "lr_new"}
     assert recipes[0]["lr"] == 1e-5
     assert recipes[0]["data"]["cache"] == str(tmp_path / "a b" / "work" / "cache")
     assert plan_of(experiment, Arm(CONTROL, 1e-5, 3)) is None

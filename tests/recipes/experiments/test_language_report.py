@@ -170,7 +170,7 @@ def test_results_are_files_that_read_back(tmp_path):
 
 @pytest.mark.parametrize(
     ("figure", "text"),
-    [(Figure(0.01234, 0.00056), "+0.0123 ± 0.0006"), (Figure(-1.0, None), "-1.0000"), (None, "-")],
+    [(Figure(0.01234, 0.00056), "+0.01234 ± 0.00056"), (Figure(-1.0, None), "-1.00000"), (None, "-")],
 )
 def test_figures_are_shown_with_sign_and_error(figure, text):
     assert shown(figure) == text
@@ -193,9 +193,9 @@ def test_the_report_says_what_the_results_say(page):
     assert [MAIN, "0.0003", "3.5000", "2.8000", "chosen"] in rows
     assert [CONTROL, "0.0003", "3.5000", "3.1000", ""] in rows
     over_seeds = next(row for row in rows if row[0] == "error over seeds")
-    assert over_seeds[4] == "0.0100", "offsets of -0.01 and -0.03 within the training length"
+    assert over_seeds[4] == "0.01000", "offsets of -0.01 and -0.03 within the training length"
     everything = next(row for row in rows if row[0] == "all" and row[1] == "0 1")
-    assert everything[5:7] == ["+0.0200 ± 0.0000", "+0.0400 ± 0.0000"]
+    assert everything[5:7] == ["+0.02000 ± 0.00000", "+0.04000 ± 0.00000"]
     assert everything[7].startswith("+0.4"), "what switching off changes"
     assert any(row[:3] == ["needle", "key loss", "length 64, depth 0.5"] for row in rows)
 
