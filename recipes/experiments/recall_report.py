@@ -69,6 +69,8 @@ def validation(run: Run, record: int = -1) -> float:
 def steps_to(run: Run, accuracy: float) -> float | None:
     """The step at which validation first reaches `accuracy`, on a straight line between records; None when never."""
     points = [(record["step"], validation(run, index)) for index, record in enumerate(run["records"])]
+    if points[0][1] >= accuracy:
+        return 0.0
     for (before, low), (after, high) in itertools.pairwise(points):
         if low < accuracy <= high:
             return before + (after - before) * (accuracy - low) / (high - low)

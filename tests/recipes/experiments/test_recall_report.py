@@ -82,6 +82,7 @@ def test_the_step_of_half_the_accuracy_is_interpolated():
     assert steps_to(run_of("a", 0.1, 0, 0.6, 0.0), 0.35) == pytest.approx(25)
     assert steps_to(run_of("a", 0.1, 0, 0.5, 0.0), 0.5) == pytest.approx(50)
     assert steps_to(run_of("a", 0.1, 0, 0.4, 0.0), 0.5) is None
+    assert steps_to(run_of("a", 0.1, 0, 0.05, 0.0), 0.1) == 0  # there from the start
 
 
 def test_runs_that_never_reach_half_are_counted(tmp_path):
