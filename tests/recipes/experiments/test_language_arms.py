@@ -9,10 +9,12 @@ from palimpsa_surgery.recipes.experiments.language_arms import (
     EARLY,
     MAIN,
     PRESETS,
+    SOURCE,
     VARIANTS,
     Arm,
     chosen_arms,
     find_preset,
+    lr_new_of,
     sweep,
 )
 from palimpsa_surgery.recipes.experiments.language_overlap import overlap, run_hashes
@@ -51,9 +53,17 @@ def test_every_variant_runs_once_and_the_pair_with_every_seed(preset):
 
 def test_the_most_telling_arms_come_first():
     order = [(arm.variant, arm.seed) for arm in chosen_arms(PRESETS["cpu"], BEST)]
-    assert order[:5] == [(CONTROL, 1), (MAIN, 1), *((variant, 0) for variant in EARLY)]
-    assert order[5:7] == [(CONTROL, 2), (MAIN, 2)]
+    early = [(variant, 0) for variant in EARLY]
+    assert order[: 4 + len(early)] == [(CONTROL, 1), (MAIN, 1), *early, (CONTROL, 2), (MAIN, 2)]
     assert {"window-paper", "strongest"} < set(EARLY)
+
+
+def test_what_is_new_has_a_learning_rate_where_something_is_new():
+    preset = PRESETS["cpu"]
+    rates = {variant: lr_new_of(preset, Arm(variant, 1e-4, 0)) for variant in (SOURCE, *VARIANTS)}
+    assert rates[SOURCE] == rates[CONTROL] == 0.0
+    assert rates[MAIN] == preset.lr_new
+    assert rates["window-new-only-fast"] == pytest.approx(10 * preset.lr_new)
 
 
 def test_variants_name_rules_and_starts_that_exist():
