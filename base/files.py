@@ -55,6 +55,10 @@ def load_json(path: str | Path) -> Any:
         return json.loads(_read_text(path), parse_constant=refuse_constant, object_pairs_hook=refuse_twins)
     except json.JSONDecodeError as error:
         raise SchemaError(f"{path}:{error.lineno}: is not JSON ({error.msg}); write the file again") from error
+    except PalimpsaError:
+        raise
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, a list in a list in a list ...
+        raise SchemaError(f"{path}: is JSON that cannot be read ({_first(error)}); write the file again") from error
 
 
 def load_yaml(path: str | Path) -> Any:
@@ -66,18 +70,29 @@ def load_yaml(path: str | Path) -> Any:
         where = f":{mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)
         raise SchemaError(f"{path}{where}: is not YAML ({problem}); correct that line") from error
+    except PalimpsaError:
+        raise
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:  # such as the date 2024-99-99
+        raise SchemaError(f"{path}: is YAML that cannot be read ({_first(error)}); write the file again") from error
+
+
+def _first(error: Exception) -> str:
+    return str(error).partition(";")[0]
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """The safe loader, but a key given twice is an error instead of the last one winning in silence."""
+    """The safe loader; a key given twice is an error instead of the last one winning, and so is a list as a key."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
         for key, _ in node.value:
-            if key.value in seen and isinstance(key, yaml.ScalarNode):
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(
+                    None, None, "a key is a list or a mapping, expected a name", key.start_mark
+                )
+            if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
-            if isinstance(key, yaml.ScalarNode):
-                seen.add(key.value)
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -182,6 +197,7 @@ def output_folder(path: str | Path, *, force: bool = False) -> Iterator[Path]:
             yield temporary
         with _disk_errors(path, every=True):
             _flush(_files_below(temporary))
+            refuse_existing(path, force=force)  # another process may have been faster
             _take_place(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -31,6 +31,8 @@ def test_json_that_is_not_finite_is_refused_and_the_old_file_stays(tmp_path, val
         (b'{"a": 1, "a": 2}', r"p\.json:a: is given twice"),
         (b'{"a": "\xff"}', r"p\.json: is not UTF-8 text"),
         (b"", r"p\.json:1: is not JSON"),
+        (b"1" * 5000, r"p\.json: is JSON that cannot be read \(Exceeds the limit"),
+        (b"[" * 100_000, r"p\.json: is JSON that cannot be read \(maximum recursion"),
     ],
 )
 def test_faulty_json_names_file_and_line(tmp_path, content, message):
@@ -46,6 +48,11 @@ def test_faulty_json_names_file_and_line(tmp_path, content, message):
         ("a: [1, 2\nb: 3", r"p\.yaml:2: is not YAML"),
         ("a: 1\nb: 2\na: 3", r"p\.yaml:3: is not YAML \(a is given twice\)"),
         ("x: !!python/object/apply:os.getcwd []", r"p\.yaml:1: is not YAML"),
+        ("a: 1\n? [1, 2]\n: 3", r"p\.yaml:2: is not YAML \(a key is a list or a mapping, expected a name\)"),
+        ("a:\n  ? {b: 1}\n  : 3", r"p\.yaml:2: is not YAML \(a key is a list or a mapping"),
+        ("a: 2024-99-99", r"p\.yaml: is YAML that cannot be read \(month must be in 1..12"),
+        ("a: " + "1" * 5000, r"p\.yaml: is YAML that cannot be read \(Exceeds the limit"),
+        ("[" * 5000, r"p\.yaml: is YAML that cannot be read \(maximum recursion"),
     ],
 )
 def test_faulty_yaml_names_file_and_line(tmp_path, content, message):
@@ -205,6 +212,15 @@ def test_the_old_folder_comes_back_when_the_new_one_cannot_take_its_place(tmp_pa
         (folder / "new").write_text("new")
     assert siblings(path) == ["old"]
     assert siblings(tmp_path) == ["out"]
+
+
+def test_an_output_that_appears_meanwhile_is_not_replaced(tmp_path):
+    with pytest.raises(OutputExistsError, match="--force"), files.output_folder(tmp_path / "out") as folder:
+        (folder / "mine").write_text("slow")
+        with files.output_folder(tmp_path / "out") as other:
+            (other / "theirs").write_text("fast")
+    assert siblings(tmp_path) == ["out"]
+    assert siblings(tmp_path / "out") == ["theirs"]
 
 
 def test_a_killed_process_leaves_no_half_valid_folder(tmp_path):
