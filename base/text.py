@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from .console import counted
+from .console import counted, human_bytes
 from .errors import CheckpointError, DataError, UsageError
 from .files import named_path
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 EMBEDDED_TEXT = "embedded:sqlite-docs"
 EMBEDDED_CHECKPOINT = "embedded:mamba2-docs-1m"
 _ASSETS = Path(__file__).resolve().parent.parent / "assets"
-_SUFFIXES = (".jsonl", ".json", ".txt")
+TEXT_SUFFIXES = (".jsonl", ".json", ".txt")
 _POOL_CHARACTERS = 64 << 20
 """Of a larger text only the first 64 Mi characters are shuffled: a window needs no more, and memory has an end."""
 
@@ -65,11 +65,11 @@ def iter_documents(data: str | Path | None = None) -> Iterator[str]:
     if path.is_dir():
         files = [file for file in sorted(path.rglob("*")) if file.is_file() and _format(file)]
         if not files:
-            raise DataError(f"{path}: holds no {', '.join(_SUFFIXES)} file (nor .gz of one); choose another --data")
+            raise DataError(f"{path}: holds no {', '.join(TEXT_SUFFIXES)} file (nor .gz of one); choose another --data")
         for file in files:
-            yield from _documents_of_file(file)
+            yield from documents_of_file(file)
     elif path.is_file():
-        yield from _documents_of_file(path)
+        yield from documents_of_file(path)
     elif _looks_like_path(data):
         raise DataError(f"{path}: does not exist; give a file, a folder or a dataset's id as --data")
     else:
@@ -93,17 +93,26 @@ def _looks_like_path(data: str | Path) -> bool:
 
 def _format(path: Path) -> str | None:
     suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-    return suffix if suffix in _SUFFIXES else None
+    return suffix if suffix in TEXT_SUFFIXES else None
 
 
-def _documents_of_file(path: Path) -> Iterator[str]:
+def documents_of_file(path: Path, *, most_bytes: int | None = None) -> Iterator[str]:
+    """The documents of one file.
+
+    Args:
+        path: of one of the kinds that `iter_documents` reads.
+        most_bytes: read no more than so many, decompressed: the whole lines of them in a `.jsonl`.
+
+    Raises:
+        DataError: what cannot be read, as `file:line`; a file of another kind that has more than `most_bytes`.
+    """
     kind = _format(path)
     if kind is None:
-        raise DataError(f"{path}: is of no known kind; expected {', '.join(_SUFFIXES)} or .gz of one")
+        raise DataError(f"{path}: is of no known kind; expected {', '.join(TEXT_SUFFIXES)} or .gz of one")
     found = False
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as stream:
-            for line, content in _pieces(stream, kind):
+            for line, content in _pieces(stream, kind, path, most_bytes):
                 for text in _texts_of(content, kind, path, line):
                     if text.strip():
                         found = True
@@ -114,11 +123,23 @@ def _documents_of_file(path: Path) -> Iterator[str]:
         raise DataError(f"{path}: holds no text; give a file with at least one document")
 
 
-def _pieces(stream: Any, kind: str) -> Iterator[tuple[int | None, bytes]]:
+def _pieces(stream: Any, kind: str, path: Path, most: int | None) -> Iterator[tuple[int | None, bytes]]:
     if kind == ".jsonl":
-        yield from ((number, line) for number, line in enumerate(stream, 1) if line.strip())
-    else:
-        yield None, stream.read()
+        lines = stream if most is None else _first_lines(stream, most)
+        yield from ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+        return
+    content = stream.read() if most is None else stream.read(most + 1)
+    if most is not None and len(content) > most:
+        raise DataError(f"{path}: has more than {human_bytes(most)}; give it as .jsonl, which is read line by line")
+    yield None, content
+
+
+def _first_lines(stream: Any, most: int) -> Iterator[bytes]:
+    """The whole lines among the first `most` bytes."""
+    while most > 0 and (line := stream.readline(most)):
+        most -= len(line)
+        if most > 0 or line.endswith(b"\n"):
+            yield line
 
 
 def _texts_of(content: bytes, kind: str, path: Path, line: int | None) -> list[str]:

@@ -208,3 +208,23 @@ def test_a_bare_tokenizer_file_is_enough(tmp_path):
     source = text.embedded_checkpoint_path() / "tokenizer.json"
     (tmp_path / "tokenizer.json").write_bytes(source.read_bytes())
     assert text.load_tokenizer(tmp_path)("hello", add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "most", "expected"),
+    [
+        ("a.jsonl", b'"one"\n"two"\n', 6, ["one"]),
+        ("a.jsonl", b'"one"\n"two"\n', 8, ["one"]),
+        ("a.jsonl", b'"one"\n"two"', 100, ["one", "two"]),
+        ("a.txt", b"one", 3, ["one"]),
+    ],
+)
+def test_of_a_file_no_more_than_so_many_bytes_are_read(tmp_path, name, content, most, expected):
+    (tmp_path / name).write_bytes(content)
+    assert list(text.documents_of_file(tmp_path / name, most_bytes=most)) == expected
+
+
+def test_a_text_that_is_read_whole_is_refused_beyond_the_bound(tmp_path):
+    (tmp_path / "a.txt").write_text("four")
+    with pytest.raises(DataError, match=r"a\.txt: has more than 3 B; give it as \.jsonl"):
+        list(text.documents_of_file(tmp_path / "a.txt", most_bytes=3))

@@ -1,6 +1,7 @@
 """An evaluation says when its text was trained on: the same file, a copy, a part, or only a text of the same name."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -73,6 +74,82 @@ def test_without_a_recipe_that_says_so_nothing_is_claimed(tmp_path, recipe):
     if recipe is not None:
         (tmp_path / "recipe.yaml").write_text(recipe)
     assert seen_text(tmp_path, write(tmp_path / "eval.jsonl", OTHERS)) is None
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "data: {train: 5}",
+        "data: {train: true}",
+        "data: {train: [3]}",
+        "data: {train: [[a]]}",
+        f"data: {{train: {'x' * 5000}.txt}}",
+        'data: {train: "x\\0y.txt"}',
+        'data: {train: "\\e[31m.txt"}',
+        "data: 2024-99-99",
+        "? [1]\n: 2",
+        "#" * (2 << 20),
+        "just text",
+    ],
+)
+def test_a_damaged_recipe_is_a_warning(tmp_path, caplog, recipe):
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    assert seen_text(tmp_path, write(tmp_path / "eval.jsonl", OTHERS)) is None
+    assert caplog.messages[0].endswith("what the model was trained on is not known")
+
+
+@pytest.mark.parametrize(
+    ("below", "other", "documents"),
+    [("project/run/final", TRAINED, 6), ("project/run/final", OTHERS, None), ("elsewhere/final", OTHERS, "name")],
+)
+def test_a_relative_name_is_not_that_of_the_current_folder(tmp_path, monkeypatch, below, other, documents):
+    for folder in ("project", "other", below):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    write(tmp_path / "project" / "t.jsonl", TRAINED)
+    write(tmp_path / "other" / "t.jsonl", other)
+    (tmp_path / below / "recipe.yaml").write_text("data: {train: t.jsonl}")
+    monkeypatch.chdir(tmp_path / "other")
+    found = seen_text(tmp_path / below, "t.jsonl")
+    if documents is None:
+        assert found is None
+    else:
+        count = None if documents == "name" else documents
+        assert found == SeenText(name="t.jsonl", documents=count, of=len(other))
+
+
+def test_a_text_that_was_changed_after_the_training_is_not_compared(model, tmp_path, caplog):
+    train = write(tmp_path / "train.jsonl", TRAINED)
+    folder = model(str(train))
+    later = (folder / "recipe.yaml").stat().st_mtime + 10
+    os.utime(train, (later, later))
+    assert seen_text(folder, write(tmp_path / "eval.jsonl", TRAINED)) is None
+    assert "was changed after the training" in caplog.text
+    assert seen_text(folder, train) == SeenText(name="train.jsonl", documents=None, of=6)
+
+
+def test_of_a_folder_only_a_bounded_number_of_regular_text_files_is_read(model, tmp_path, monkeypatch):
+    texts = tmp_path / "texts"
+    (texts / "part").mkdir(parents=True)
+    train, copy = write(texts / "part" / "a.jsonl", TRAINED), write(tmp_path / "copy.jsonl", TRAINED)
+    os.mkfifo(texts / "b.txt")
+    assert seen_text(model(str(texts)), copy).documents == 6
+    monkeypatch.setattr(seen, "MOST_BYTES", train.stat().st_size // 2)
+    assert seen_text(model(str(texts)), copy).documents < 6
+    monkeypatch.setattr(seen, "MOST_ENTRIES", 2)
+    assert seen_text(model(str(texts)), copy) is None
+
+
+@pytest.mark.parametrize("name", ["/", "/dev/zero", "fifo.txt"])
+def test_a_disk_a_device_and_a_pipe_are_never_opened(model, tmp_path, monkeypatch, name):
+    os.mkfifo(tmp_path / "fifo.txt")
+
+    def refuse(*args, **kwargs):
+        raise AssertionError(args)
+
+    copy = write(tmp_path / "copy.jsonl", TRAINED)
+    monkeypatch.setattr(seen, "documents_of_file", refuse)
+    monkeypatch.setattr(os, "walk", refuse)
+    assert seen_text(model(str(tmp_path / name)), copy) is None
 
 
 def test_conversations_are_no_documents_to_compare(model, tmp_path):
