@@ -5,6 +5,7 @@ Help has to answer at once, so nothing heavy is imported outside a verb.
 
 import functools
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -187,11 +188,12 @@ def measure(
     json: Json = False,
 ) -> None:
     """Measure how fast each layer forgets."""
-    from .base.files import refuse_existing
+    from .base.files import refuse_existing, refuse_file_name
     from .surgery.forgetting import measure as run
     from .surgery.plots import plot_profile
     from .surgery.profile import write_profile
 
+    refuse_file_name(out, ".json", ".yaml", ".yml")
     refuse_existing(out, force=force)
     _require_kernels(require_kernels)
     profile = run(
@@ -235,12 +237,13 @@ def plan(
     json: Json = False,
 ) -> None:
     """Choose the layers to swap and how they start."""
-    from .base.files import refuse_existing
+    from .base.files import refuse_existing, refuse_file_name
     from .recipes.estimate import estimate_rows
     from .surgery.checkpoint import open_checkpoint
     from .surgery.plan import make_plan, parse_layers, write_plan
     from .surgery.profile import read_profile
 
+    refuse_file_name(out, ".yaml", ".yml")
     refuse_existing(out, force=force)
     checkpoint = open_checkpoint(src, revision=revision)
     made = make_plan(
@@ -524,9 +527,21 @@ def doctor(device: Device = "auto", require_kernels: RequireKernels = False, jso
         raise typer.Exit(EXIT_CHECK_FAILED)
 
 
+def stop_in_good_order() -> None:
+    """Makes the signals of schedulers and closed terminals clean up as Ctrl-C does; one that is ignored stays so."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    for number in (getattr(signal, name, None) for name in ("SIGTERM", "SIGHUP")):
+        if number is not None and signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, stop)
+
+
 def main() -> None:
     """Entry point of the console script."""
     # Read when torch loads. OpenMP threads that spin at every barrier made a small scan 24 times slower (two threads,
     # 24.0 against 1.0 s) while other processes wanted the same cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    stop_in_good_order()
     app()

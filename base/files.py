@@ -154,6 +154,19 @@ def refuse_existing(path: str | Path, *, force: bool) -> None:
     raise OutputExistsError(f"{path}: is a {kind}; choose another output, or give --force to replace it")
 
 
+def refuse_file_name(path: str | Path, *suffixes: str) -> None:
+    """Raises `UsageError` for an output that is a folder, or whose name does not end in one of `suffixes`.
+
+    The stages know what a file holds by its name, and a picture lies beside it under the same one.
+    """
+    file = named_path(path, "output")
+    expected = f"expected a file that ends in {' or '.join(suffixes)}, such as {file.stem or 'out'}{suffixes[0]}"
+    if str(path).endswith(("/", os.sep)) or file.is_dir():
+        raise UsageError(f"{path}: is a folder; {expected}")
+    if file.suffix not in suffixes:
+        raise UsageError(f"{path}: is no name for this output; {expected}")
+
+
 def refuse_to_delete(path: str | Path, *inputs: str | Path) -> None:
     """Raises `OutputExistsError` when replacing `path` would delete an input, or the folder that the user works in.
 

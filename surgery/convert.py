@@ -230,7 +230,7 @@ def _rounding_note(checkpoint: Checkpoint, specs: list[TensorSpec]) -> tuple[str
     rounded = [
         spec.name
         for spec in specs
-        if spec.name in checkpoint.tensors and checkpoint.tensors[spec.name].dtype.itemsize > spec.dtype.itemsize
+        if spec.name in checkpoint.tensors and not _holds(spec.dtype, checkpoint.tensors[spec.name].dtype)
     ]
     if not rounded:
         return ()
@@ -239,6 +239,11 @@ def _rounding_note(checkpoint: Checkpoint, specs: list[TensorSpec]) -> tuple[str
         f"{counted(len(rounded), 'tensor')} (such as {rounded[0]}) {are(len(rounded))} rounded to {stored}; give "
         "--dtype float32 to keep the source's digits",
     )
+
+
+def _holds(stored: torch.dtype, source: torch.dtype) -> bool:
+    """Whether every value of `source` is one of `stored`: neither of bfloat16 and float16 holds the other."""
+    return torch.promote_types(stored, source) == stored
 
 
 def _card(checkpoint: Checkpoint, name: str, plan: Plan, profile: Profile, report: ConversionReport) -> str:

@@ -12,6 +12,7 @@ import math
 import mmap
 import pickle
 import re
+import sys
 import zipfile
 from collections.abc import Mapping
 from functools import cached_property
@@ -101,7 +102,7 @@ class SafetensorsFile:
             dtype = SAFETENSORS_DTYPES.get(entry["dtype"])
             kind, shape = entry["dtype"], tuple(int(n) for n in entry["shape"])
             begin, end = (int(offset) for offset in entry["data_offsets"])
-        except (TypeError, KeyError, ValueError) as error:
+        except (TypeError, KeyError, ValueError, OverflowError) as error:
             raise _not_safetensors(self.path, f"the header's entry for {name!r} is malformed") from error
         if dtype is None:
             raise CheckpointError(
@@ -159,6 +160,10 @@ class TorchFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.mapped = zipfile.is_zipfile(path)
+        if self.mapped and _is_compressed(path):
+            raise CheckpointError(
+                f"{path.name}: was packed again with compression, which torch cannot map; write it with torch.save"
+            )
         if not self.mapped:
             logger.warning("%s: is in torch's format from before 1.6, which is read whole into memory", path.name)
         self._tensors = _only_tensors(path, self._read())
@@ -182,18 +187,21 @@ class TorchFile:
 
     def load(self, name: str) -> torch.Tensor:
         """Returns tensor `name`, a view of the mapped file."""
-        return self._tensors[name].detach()
+        return self._tensors[name].detach().resolve_neg()
 
     def offset(self, name: str) -> int | None:
         """Byte of the file at which tensor `name` begins; None for a file or a system that does not tell."""
         tensor = self._tensors[name]
-        if self._origin is None or not tensor.is_contiguous() or tensor.numel() == 0:
+        as_it_lies = tensor.is_contiguous() and not tensor.is_neg() and tensor.numel() > 0
+        if self._origin is None or not as_it_lies:
             return None
         return tensor.data_ptr() - self._origin
 
     @cached_property
     def _origin(self) -> int | None:
-        """Address in memory of the file's first byte."""
+        """Address in memory of the file's first byte; None when the values in memory are not the file's bytes."""
+        if self.mapped and _byte_order(self.path) != sys.byteorder:  # torch turned the bytes in memory
+            return None
         address = next((tensor.data_ptr() for tensor in self._tensors.values() if tensor.numel()), None)
         return _mapped_at(self.path, address) if self.mapped and address is not None else None
 
@@ -204,16 +212,31 @@ def _mapped_at(path: Path, address: int) -> int | None:
     torch does not tell where it maps a file; Linux does, a line `start-end access offset device inode path` a mapping.
     """
     try:
-        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = Path("/proc/self/maps").read_bytes().split(b"\n")  # a path may hold any other break
         inode = path.stat().st_ino
     except OSError:
         return None
-    for line in lines:
+    for line in filter(None, lines):
         span, _, offset, _, mapped, *_ = line.split(maxsplit=5)
-        start, end = (int(part, 16) for part in span.split("-"))
+        start, end = (int(part, 16) for part in span.split(b"-"))
         if start <= address < end:
             return start - int(offset, 16) if int(mapped) == inode else None
     return None
+
+
+def _is_compressed(path: Path) -> bool:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(record.compress_type != zipfile.ZIP_STORED for record in archive.infolist())
+    except zipfile.BadZipFile:
+        return False  # torch says what is wrong with it
+
+
+def _byte_order(path: Path) -> str:
+    """The byte order that a torch file was written in, as in `sys.byteorder`."""
+    with zipfile.ZipFile(path) as archive:
+        record = next((name for name in archive.namelist() if name.rpartition("/")[2] == "byteorder"), None)
+        return archive.read(record).decode("ascii", "replace") if record else sys.byteorder
 
 
 def open_weights(path: Path) -> WeightsFile:
@@ -240,7 +263,7 @@ def _read_header(path: Path, size: int) -> tuple[dict[str, Any], int]:
             )
         try:
             header = json.loads(stream.read(length))
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # of JSON, of UTF-8, of numbers with thousands of digits
             raise _not_safetensors(path, "its header is not JSON") from error
     if not isinstance(header, dict):
         raise _not_safetensors(path, "its header is not a table of tensors")
@@ -262,9 +285,10 @@ def _only_tensors(path: Path, content: Any) -> dict[str, torch.Tensor]:
                 f"{path.name}: entry {name!r} is of type {type(value).__name__}, expected a tensor; "
                 "save the model's state dict alone"
             )
-        if value.layout != torch.strided or value.is_quantized:
+        if value.layout != torch.strided or value.is_quantized or value.is_meta:
             raise CheckpointError(
-                f"{path.name}: tensor {name} is sparse or quantised, expected a plain tensor; save it dense"
+                f"{path.name}: tensor {name} is sparse, quantised or without data, expected a plain tensor; save it "
+                "dense"
             )
     return content
 

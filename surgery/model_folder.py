@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..base.console import progress
+from ..base.errors import CheckpointError
 from ..base.files import write_json
 from ..base.text import load_tokenizer
 from .initialization import STARTS, Start, StartContext
@@ -21,7 +22,7 @@ from .keymap import METAPLASTIC_NAMES, expected_shapes
 from .plan import SHARED_KEYS, Plan
 from .profile import Profile
 from .report import dtype_name
-from .writer import StreamingSafetensorsWriter, TensorSpec
+from .writer import StreamingSafetensorsWriter, TensorSpec, cast
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
@@ -56,7 +57,7 @@ def write_weights(
                 continue
             tensor = checkpoint.load(spec.name)
             extent = checkpoint.extent(spec.name) if tensor.dtype == spec.dtype else None
-            writer.write(spec.name, tensor.to(spec.dtype), extent)
+            writer.write(spec.name, cast(spec.name, tensor, spec.dtype), extent)
     return tuple(writer.files)
 
 
@@ -120,10 +121,19 @@ def write_tokenizer(source: str | Path, folder: Path) -> None:
 
 
 def copy_without_paths(source: Path, target: Path) -> None:
-    """Copies a tokenizer file; a JSON of settings loses entries that are paths of somebody's machine."""
+    """Copies a tokenizer file; a JSON of settings loses entries that are paths of somebody's machine.
+
+    Raises:
+        CheckpointError: a JSON that is none.
+    """
     if source.suffix == ".json" and source.stat().st_size < 2**20:
-        text = source.read_text(encoding="utf-8")
-        content = json.loads(text)
+        try:
+            content = json.loads(source.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(
+                f"{source}: is no JSON in UTF-8 ({str(error).partition(';')[0]}); fetch or write this file of the "
+                "tokenizer again"
+            ) from error
         clean = _without_paths(content)
         if clean != content:
             write_json(target, clean)

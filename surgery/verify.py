@@ -10,6 +10,7 @@ With metaplasticity off the two must agree to `OFF_LIMIT` whatever the start; wi
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -66,13 +67,14 @@ class Verification:
 
 
 def relative_l2(value: Tensor, reference: Tensor) -> float:
-    """||value - reference|| / ||reference|| in fp64; infinite when `value` is not finite or the reference is zero."""
+    """||value - reference|| / ||reference|| in fp64; infinite when one is not finite or the reference alone zero."""
     difference, size = 0.0, 0.0
     for one, two in zip(value.reshape(-1).split(_PIECE), reference.reshape(-1).split(_PIECE), strict=True):
         difference += (one.double() - two.double()).square().sum().item()
         size += two.double().square().sum().item()
-    ratio = (difference / size) ** 0.5 if size > 0 else float("inf") if difference > 0 else 0.0
-    return ratio if ratio == ratio else float("inf")
+    if not (math.isfinite(difference) and math.isfinite(size)):  # no comparison with a NaN is true
+        return math.inf
+    return (difference / size) ** 0.5 if size > 0 else math.inf if difference > 0 else 0.0
 
 
 def choose_mode(checkpoint: Checkpoint, mode: str) -> str:
@@ -186,6 +188,7 @@ def verify_layers(checkpoint: Checkpoint, folder: Path, plan: Plan) -> dict[int,
         for layer in progress(list(plan.layers), "checking layers"):
             hidden = _layer_input(checkpoint, layer)
             expected = _mixer(Mamba2Mixer(source_geometry), checkpoint, written, layer)(hidden)
+            _refuse_not_finite(expected, f"layer {layer}")
             mixer = _mixer(PalimpsaMixer(geometry), written, written, layer)
             with metaplasticity_off(mixer):
                 off = relative_l2(mixer(hidden), expected)
@@ -230,6 +233,8 @@ def verify_logits(
     expected_off = _logits(source, ids, off=True)
     expected_on = _logits(source, ids, off=False) if checkpoint.palimpsa_layers else expected_off
     del source
+    for expected in (expected_off, expected_on):
+        _refuse_not_finite(expected, "the logits")
     with _quiet_transformers():
         model = PalimpsaMamba2ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     off = relative_l2(_logits(model, ids, off=True), expected_off)
@@ -257,6 +262,15 @@ def _logits(model: nn.Module, ids: Tensor, *, off: bool) -> Tensor:
 
     with torch.no_grad(), metaplasticity_off(model) if off else nullcontext():
         return model(input_ids=ids, use_cache=False).logits
+
+
+def _refuse_not_finite(expected: Tensor, what: str) -> None:
+    """Nothing can be proved equal to what is not a number."""
+    if not torch.isfinite(expected).all():
+        raise VerificationError(
+            f"{what}: the source itself gives values that are not finite in the dtype to be written; nothing was kept, "
+            "use an undamaged checkpoint or a wider --dtype"
+        )
 
 
 def _check(off: float, on: float, plan: Plan, what: str) -> None:

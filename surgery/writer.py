@@ -239,8 +239,23 @@ def write_tensors(
     """
     with StreamingSafetensorsWriter(folder, specs, max_shard_size=max_shard_size) as writer:
         for spec in writer.specs:
-            writer.write(spec.name, load(spec.name).to(spec.dtype))
+            writer.write(spec.name, cast(spec.name, load(spec.name), spec.dtype))
     return tuple(writer.files)
+
+
+def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`tensor` in the dtype to store it in.
+
+    Raises:
+        CheckpointError: finite values would become infinite.
+    """
+    stored = tensor.to(dtype)
+    if dtype != tensor.dtype and torch.isfinite(tensor).all() and not torch.isfinite(stored).all():
+        raise CheckpointError(
+            f"{name}: holds values up to {tensor.abs().max().item():.3g}, beyond the range of "
+            f"{str(dtype).removeprefix('torch.')}; choose bfloat16 or float32"
+        )
+    return stored
 
 
 def _check(specs: list[TensorSpec]) -> None:

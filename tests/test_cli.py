@@ -163,17 +163,35 @@ def test_what_a_verb_raises_never_shows_a_traceback_unless_asked(monkeypatch, er
     assert "hf_secret" not in verbose
 
 
-def test_a_signal_ends_the_command_cleanly(tmp_path):
-    code = (
+@pytest.mark.parametrize(
+    ("name", "ignored", "code", "said", "left"),
+    [
+        ("SIGINT", False, 130, "interrupted", []),
+        ("SIGTERM", False, 143, "", []),
+        ("SIGHUP", False, 129, "", []),
+        ("SIGHUP", True, 0, "", ["out"]),  # as under nohup
+    ],
+)
+def test_a_signal_ends_the_command_and_leaves_nothing_half_written(tmp_path, name, ignored, code, said, left):
+    program = (
         "import os, signal, sys\n"
+        "from pathlib import Path\n"
         "from palimpsa_surgery import cli\n"
-        "from palimpsa_surgery.surgery import checkpoint\n"
-        "checkpoint.open_checkpoint = lambda *a, **k: os.kill(os.getpid(), signal.SIGINT)\n"
-        "sys.argv = ['palimpsa', 'inspect', 'x']\n"
+        "from palimpsa_surgery.base.files import output_folder\n"
+        "from palimpsa_surgery.surgery import inspection\n"
+        "def slow(*arguments, **options):\n"
+        "    with output_folder('out') as folder:\n"
+        "        (folder / 'half').write_text('half')\n"
+        f"        os.kill(os.getpid(), signal.{name})\n"
+        "    sys.exit(0)\n"
+        "inspection.inspect_checkpoint = slow\n"
+        f"signal.signal(signal.{name}, signal.SIG_IGN if {ignored} else signal.getsignal(signal.{name}))\n"
+        f"sys.argv = ['palimpsa', 'inspect', {SOURCE!r}]\n"
         "cli.main()\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    assert (result.returncode, result.stderr.strip()) == (130, "interrupted")
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert (result.returncode, result.stderr.strip()) == (code, said)
+    assert [path.name for path in tmp_path.iterdir()] == left
 
 
 @pytest.mark.slow

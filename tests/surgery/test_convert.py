@@ -161,6 +161,44 @@ def test_rounding_is_said_in_the_notes(tmp_path):
     assert convert(tmp_path / "source", tmp_path / "same", layers=(1,)).notes == ()
 
 
+@pytest.mark.parametrize(
+    ("source", "stored", "lossy"),
+    [
+        (torch.float16, "bfloat16", True),
+        (torch.bfloat16, "float16", True),
+        (torch.float64, "float32", True),
+        (torch.bfloat16, "float32", False),
+        (torch.float16, "float32", False),
+    ],
+)
+def test_rounding_is_said_of_every_pair_of_dtypes_that_rounds(tmp_path, source, stored, lossy):
+    pico.write_hf(tmp_path / "source", dtype=source)
+    report = convert(tmp_path / "source", tmp_path / "out", layers=(1,), dtype=stored, verify="none")
+    assert [f"rounded to {stored}" in note for note in report.notes] == [True] * lossy
+
+
+OUT_PROJ = "backbone.layers.0.mixer.out_proj.weight"
+
+
+def test_values_beyond_the_range_of_a_dtype_are_refused(tmp_path):
+    pico.write_mamba_ssm(tmp_path / "source", edit=lambda tensors: {**tensors, OUT_PROJ: tensors[OUT_PROJ] * 1e7})
+    with pytest.raises(CheckpointError, match=r"out_proj.weight: holds values up to .* beyond the range of float16"):
+        convert(tmp_path / "source", tmp_path / "out", layers=(1,), dtype="float16", verify="none")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("mode", ["logits", "layers"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_source_that_gives_no_numbers_proves_nothing(tmp_path, mode, value):
+    def damage(tensors):
+        return {**tensors, OUT_PROJ: torch.full_like(tensors[OUT_PROJ], value)}
+
+    pico.write_mamba_ssm(tmp_path / "source", edit=damage)
+    with pytest.raises(VerificationError, match="the source itself gives values that are not finite"):
+        convert(tmp_path / "source", tmp_path / "out", layers=(0,), verify=mode)
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_same_seed_gives_the_same_bytes_and_another_does_not(tmp_path):
     pico.write_mamba_ssm(tmp_path / "source")
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):

@@ -3,6 +3,7 @@
 import json
 import logging
 import struct
+import sys
 import zipfile
 from pathlib import Path
 
@@ -132,7 +133,7 @@ def test_a_state_dict_one_level_down(tmp_path, key):
         (torch.zeros(2), "holds a Tensor, expected a table of tensors"),
         ({"a": torch.zeros(2), "epoch": 3}, "entry 'epoch' is of type int, expected a tensor"),
         ({3: torch.zeros(2)}, "entry 3 is of type Tensor"),
-        ({"a": torch.eye(2).to_sparse()}, "tensor a is sparse or quantised"),
+        ({"a": torch.eye(2).to_sparse()}, "tensor a is sparse, quantised or without data"),
     ],
 )
 def test_a_torch_file_of_anything_else_is_refused(tmp_path, content, match):
@@ -196,8 +197,13 @@ def torch_file(path, tensor, *, old=False):
 
 @pytest.mark.parametrize(
     ("tensor", "old"),
-    [(torch.arange(6.0).reshape(2, 3).t(), False), (torch.empty(0, 2), False), (torch.arange(6.0), True)],
-    ids=["not contiguous", "empty", "read into memory"],
+    [
+        (torch.arange(6.0).reshape(2, 3).t(), False),
+        (torch.empty(0, 2), False),
+        (torch.arange(6.0), True),
+        (torch._neg_view(torch.arange(6.0)), False),
+    ],
+    ids=["not contiguous", "empty", "read into memory", "negated as it is read"],
 )
 def test_a_tensor_that_lies_in_no_piece_of_the_file_has_no_offset(tmp_path, tensor, old):
     assert torch_file(tmp_path / "m.bin", tensor, old=old).offset("a") is None
@@ -210,3 +216,65 @@ def test_a_file_that_was_replaced_since_has_no_offset(tmp_path):
     (tmp_path / "new.bin").replace(path)
     assert file.offset("a") is None
     assert torch.equal(file.load("a"), torch.ones(4))
+
+
+def repack(path, change, *, compression=zipfile.ZIP_STORED):
+    """Writes a torch file again, each record as `change(name, content)` gives it."""
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, content in records.items():
+            archive.writestr(name, change(name.split("/", 1)[1], content))
+
+
+def test_a_file_of_another_byte_order_is_read_and_has_no_offset(tmp_path):
+    path = tmp_path / "m.bin"
+    tensor = torch.arange(1.0, 9.0)
+    torch.save({"a": tensor}, path)
+
+    def turn(name, content):
+        if name == "byteorder":
+            return {"little": b"big", "big": b"little"}[sys.byteorder]
+        if name.startswith("data/"):
+            return torch.frombuffer(bytearray(content), dtype=torch.uint8).reshape(-1, 4).flip(1).numpy().tobytes()
+        return content
+
+    repack(path, turn)
+    file = TorchFile(path)
+    assert torch.equal(file.load("a"), tensor)
+    assert file.offset("a") is None
+
+
+def test_a_negated_view_is_read_as_its_values(tmp_path):
+    file = torch_file(tmp_path / "m.bin", torch._neg_view(torch.arange(6.0)))
+    assert not file.load("a").is_neg()
+    assert torch.equal(file.load("a"), -torch.arange(6.0))
+
+
+def test_a_file_that_was_compressed_is_refused(tmp_path):
+    torch.save({"a": torch.ones(100)}, tmp_path / "m.bin")
+    repack(tmp_path / "m.bin", lambda name, content: content, compression=zipfile.ZIP_DEFLATED)
+    with pytest.raises(CheckpointError, match=r"m\.bin: was packed again with compression"):
+        open_weights(tmp_path / "m.bin")
+
+
+@pytest.mark.parametrize("name", ["a b", "a\nb", "a\rb", "a\x0cb", "a\x85b", "a\u2028b"])
+def test_an_offset_is_found_below_any_name(tmp_path, name):
+    (tmp_path / name).mkdir()
+    tensor = torch.arange(6.0)
+    path = tmp_path / name / "m.bin"
+    offset = torch_file(path, tensor).offset("a")
+    expected = tensor.numpy().tobytes()
+    assert offset is None or path.read_bytes()[offset : offset + len(expected)] == expected
+
+
+def test_a_tensor_without_data_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="tensor a is sparse, quantised or without data"):
+        torch_file(tmp_path / "m.bin", torch.empty(3, device="meta"))
+
+
+@pytest.mark.parametrize("shape", ["[1e999]", "[" + "9" * 5000 + "]"])
+def test_numbers_that_are_none_in_a_header_are_refused(tmp_path, shape):
+    header = b'{"a": {"dtype": "F32", "shape": ' + shape.encode() + b', "data_offsets": [0, 4]}}'
+    with pytest.raises(CheckpointError, match="is not a valid safetensors file"):
+        open_weights(write_safetensors(tmp_path / "m.safetensors", header, b"0000"))

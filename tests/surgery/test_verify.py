@@ -150,8 +150,11 @@ def test_relative_l2(value, reference, expected):
     assert found == pytest.approx(expected)
 
 
-def test_relative_l2_of_what_is_not_finite_is_infinite():
-    assert verify.relative_l2(torch.tensor([float("nan")]), torch.tensor([1.0])) == float("inf")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("other", [float("nan"), float("inf"), 0.0, 1.0])
+def test_relative_l2_of_what_is_not_finite_is_infinite(bad, other):
+    assert verify.relative_l2(torch.tensor([1.0, bad]), torch.tensor([1.0, other])) == float("inf")
+    assert verify.relative_l2(torch.tensor([1.0, other]), torch.tensor([1.0, bad])) == float("inf")
 
 
 def test_auto_takes_logits_when_the_model_fits_and_layers_when_not(pair, monkeypatch):
