@@ -12,7 +12,7 @@ import torch
 from .. import __version__
 from ..base.console import progress
 from ..base.errors import UsageError
-from ..base.files import refuse_existing
+from ..base.files import refuse_existing, refuse_file_name
 from ..base.text import data_name, load_tokenizer
 from ..kernels import api, ssd
 from ..surgery.checkpoint import Checkpoint, open_checkpoint
@@ -80,6 +80,7 @@ def evaluate(
     names = _suite_names(suites, lm_eval)
     settings = _options(options, lengths=tuple(lengths), tokens=tokens, trials=trials, seed=seed)
     if out is not None:
+        refuse_file_name(out, ".json", ".yaml", ".yml")
         refuse_existing(out, force=force)
     checkpoints = [
         open_checkpoint(model, revision=revision, token=token) if not isinstance(model, Checkpoint) else model

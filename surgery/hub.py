@@ -78,8 +78,10 @@ def push_to_folder(
         `target`.
 
     Raises:
-        as `prepare_upload`.
+        UsageError: no name that the Hub would accept.
+        PalimpsaError: as `prepare_upload`.
     """
+    _check_name(repo_id)
     if force:
         refuse_to_delete(target, model)
     with output_folder(target, force=force) as folder:
@@ -123,6 +125,7 @@ def push(
     """
     from huggingface_hub import HfApi, get_token
 
+    _check_name(repo_id)
     token = token or get_token()
     if not token:
         raise UsageError("push needs a Hub token and none is stored; run `hf auth login`, or set HF_TOKEN")
@@ -227,6 +230,17 @@ class _Push:
             return read_foreign_json(self.fetched / name)
         except CheckpointError:
             return {}
+
+
+def _check_name(repo_id: str) -> None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UsageError(f"{repo_id[:100]}: is no name of a repository, expected owner/name ({reason})") from error
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

@@ -6,26 +6,29 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, StrictBool, ValidationInfo, field_validator, model_validator
 
 from ..base.console import counted
 from ..base.errors import SchemaError, UsageError
 from ..base.files import write_text
 from ..base.schemas import StrictModel, current_version, dump_yaml, option_name, read_model, validate_model
 from .profile import Profile
-from .strategies import DEFAULT_RULE, RULES, choose_layers
+from .strategies import DEFAULT_RULE, RULES, check_rule, choose_layers
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
 
 EXPLICIT = "explicit"
 DEFAULT_LAYERS = 8
+_MOST_DIGITS = 9
 DEFAULT_STRENGTH = 0.1
 DEFAULT_FORMS = {"identity": "abs", "calibrated": "abs", "paper": "softplus"}
 OPTIONS = ("layers", "rule", "init", "strength", "beta_rank", "beta_groups", "seed")
 """Keys that the command line has an option for."""
 SHARED_KEYS = ("beta_rank", "beta_groups", "beta_scale_form", "train_prior")
-Index = Annotated[int, Field(ge=0)]
+Whole = Annotated[int, Field(strict=True)]
+"""YAML's true is no 1."""
+Index = Annotated[Whole, Field(ge=0)]
 
 HEADER = """\
 # Which layers of {source} become Palimpsa-M, and how they start. Edit it by hand as you like.
@@ -52,12 +55,12 @@ class Plan(StrictModel):
     rule: str = EXPLICIT
     layers: Annotated[tuple[Index, ...], Field(min_length=1)]
     init: Literal["identity", "calibrated", "paper"] = "identity"
-    strength: Annotated[Annotated[float, Field(gt=0, le=10)] | None, Field(validate_default=True)] = None
-    beta_rank: Annotated[int, Field(ge=1)]
-    beta_groups: Annotated[int, Field(ge=1)]
+    strength: Annotated[Annotated[float, Field(gt=0, le=10, strict=True)] | None, Field(validate_default=True)] = None
+    beta_rank: Annotated[Whole, Field(ge=1)]
+    beta_groups: Annotated[Whole, Field(ge=1)]
     beta_scale_form: Literal["abs", "softplus"] = "abs"
-    train_prior: bool = True
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    train_prior: StrictBool = True
+    seed: Annotated[Whole, Field(ge=0, lt=2**63)] = 0
     reasons: dict[int, str] = Field(default_factory=dict)
 
     @field_validator("layers")
@@ -152,6 +155,9 @@ def parse_layers(text: str) -> int | tuple[int, ...]:
         parts.pop()
     if not parts or not all(part.isascii() and part.isdigit() for part in parts):
         raise UsageError(f"--layers {text}: expected a count such as 8, or a list such as 4,8,11 (one layer: 8,)")
+    longest = max(map(len, parts))
+    if longest > _MOST_DIGITS:
+        raise UsageError(f"--layers {text[:12]}...: has a number of {longest:,} digits; no model has so many layers")
     numbers = tuple(int(part) for part in parts)
     if not is_list:
         if numbers[0] < 1:
@@ -208,6 +214,7 @@ def make_plan(
     """
     config = checkpoint.config
     swapped = tuple(config.get("palimpsa_layers") or ())
+    check_rule(rule)
     if profile is not None:
         profile.check_source(checkpoint.fingerprint, checkpoint.source_id)
     if isinstance(layers, int):

@@ -6,6 +6,7 @@ are ranked by layer index, so that a rule gives the same layers on every machine
 
 from __future__ import annotations
 
+import difflib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,6 +72,14 @@ RULES: dict[str, Callable[[list[LayerProfile], int], Ranking]] = {
 }
 
 
+def check_rule(rule: str) -> None:
+    """Raises `UsageError` for a rule that does not exist, with the nearest one that does."""
+    if rule not in RULES:
+        near = difflib.get_close_matches(str(rule), RULES, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(RULES)}"
+        raise UsageError(f"--rule {rule}: there is no such rule; {hint}")
+
+
 def choose_layers(profile: Profile, count: int, rule: str = DEFAULT_RULE, *, seed: int = 0) -> Choice:
     """Applies a rule to the layers that are still plain Mamba2.
 
@@ -83,8 +92,7 @@ def choose_layers(profile: Profile, count: int, rule: str = DEFAULT_RULE, *, see
     Raises:
         UsageError: unknown rule, or fewer layers than asked for.
     """
-    if rule not in RULES:
-        raise UsageError(f"--rule {rule}: there is no such rule; choose one of {', '.join(RULES)}")
+    check_rule(rule)
     candidates = [layer for layer in profile.layers if not layer.swapped]
     if rule == "all":
         count = len(candidates)

@@ -71,7 +71,7 @@ def test_all_without_a_layer_left_is_refused():
 
 
 def test_an_unknown_rule_lists_the_rules():
-    with pytest.raises(UsageError, match="--rule windows: there is no such rule; choose one of window, rate"):
+    with pytest.raises(UsageError, match="--rule windows: there is no such rule; did you mean window"):
         choose_layers(profile(), 1, "windows")
 
 
