@@ -177,10 +177,10 @@ def _write(
     readme = kept_readme(out)
     with output_folder(out, force=force) as folder:
         with ThreadPoolExecutor(max_workers=1) as beside:
-            # Copying waits for the disk; the libraries of what follows take seconds to import.
-            imported = beside.submit(_import_for_later)
+            # Copying waits for the disk; the picture, and importing the libraries of what follows, take seconds.
+            drawn = beside.submit(_draw_and_import, profile, folder / PICTURE_FILE, plan.layers)
             files = write_weights(checkpoint, folder, plan, profile, specs)
-            imported.result()
+            drawn.result()
         with flushing(folder):
             write_surroundings(checkpoint, folder, config, dtype)
             write_plan(plan, folder / PLAN_FILE)
@@ -201,17 +201,16 @@ def _write(
             )
             write_model(report, folder / REPORT_FILE)
             write_text(folder / CARD_FILE, readme or _card(checkpoint, out.resolve().name, plan, profile, report))
-            from .plots import plot_profile
-
-            plot_profile(profile, folder / PICTURE_FILE, chosen=plan.layers)
     swapped = ", ".join(str(layer) for layer in plan.layers)
     logger.info("%s: %s swapped (%s)", out.name, counted(len(plan.layers), "layer"), swapped)
     return report
 
 
-def _import_for_later() -> None:
+def _draw_and_import(profile: Profile, picture: Path, chosen: Sequence[int]) -> None:
     from .. import modeling  # noqa: F401
-    from . import plots  # noqa: F401
+    from .plots import plot_profile
+
+    plot_profile(profile, picture, chosen=chosen)
 
 
 def _verified(

@@ -14,6 +14,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
 _PARTIAL = ".partial"
+_FLUSH_BYTES = 2**28
 # What the system says of two files between which it cannot copy: other file systems, an old kernel, a network disk.
 _CANNOT_COPY = {errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY}
 
@@ -95,6 +97,9 @@ class StreamingSafetensorsWriter:
         self._slots: dict[str, _Slot] = {}
         self._streams: list[io.FileIO] = []
         self._pending = {spec.name for spec in self.specs}
+        self._flusher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flush")
+        self._flushing: Future[None] | None = None
+        self._unflushed = 0
 
     def __enter__(self) -> StreamingSafetensorsWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -138,6 +143,7 @@ class StreamingSafetensorsWriter:
         if extent is None or not self._copied(slot, extent):
             data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             self._put(slot.shard, memoryview(data), slot.offset)
+        self._flush_beside(slot.shard, slot.spec.nbytes)
         self._pending.discard(name)
 
     def _begin(self, number: int, specs: list[TensorSpec]) -> None:
@@ -182,6 +188,24 @@ class StreamingSafetensorsWriter:
                 done += step
         return True
 
+    def _flush_beside(self, shard: int, written: int) -> None:
+        """Brings what is written to the disk while more is written, so that the last flush has little left to do."""
+        self._unflushed += written
+        if self._unflushed < _FLUSH_BYTES or (self._flushing is not None and not self._flushing.done()):
+            return
+        self._await_flush(shard)
+        self._unflushed = 0
+        flush = getattr(os, "fdatasync", os.fsync)
+        self._flushing = self._flusher.submit(flush, self._streams[shard].fileno())
+
+    def _await_flush(self, shard: int) -> None:
+        """The system reports a failed write once, to the first who flushes: it must not be lost here."""
+        try:
+            if self._flushing is not None:
+                self._flushing.result()
+        except OSError as error:
+            raise self._failed(shard, error) from error
+
     def _failed(self, shard: int, error: OSError) -> CheckpointError:
         return CheckpointError(
             f"{self.files[shard]}: cannot be written ({error.strerror}), {human_bytes(self.total_bytes)} are needed in "
@@ -195,6 +219,7 @@ class StreamingSafetensorsWriter:
                 f"{len(self._pending)} announced tensors were never written ({names}); nothing is kept of an "
                 "incomplete model"
             )
+        self._await_flush(len(self.files) - 1)
         self._close()
         for number, name in enumerate(self.files):
             os.replace(self._partial(number), self.folder / name)
@@ -206,6 +231,7 @@ class StreamingSafetensorsWriter:
         logger.info("wrote %s in %s", human_bytes(self.total_bytes), counted(len(self.files), "file"))
 
     def _close(self) -> None:
+        self._flusher.shutdown()  # before the file that it may be flushing is closed
         while self._streams:
             self._streams.pop().close()
 

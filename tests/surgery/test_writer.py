@@ -4,6 +4,7 @@ import errno
 import json
 import os
 from collections import namedtuple
+from concurrent.futures import wait
 
 import pico
 import pytest
@@ -239,6 +240,29 @@ def test_a_disk_that_fills_up_in_the_middle(tmp_path, limit_file_sizes):
         limit_file_sizes(3000)
         writer.write("b", torch.zeros(500))
     limit_file_sizes(2**40)
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_a_flush_that_fails_beside_the_writing_is_not_lost(tmp_path, monkeypatch, failing):
+    calls = []
+
+    def flush(handle):
+        calls.append(handle)
+        if len(calls) == failing:  # the system says it once
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(writer_module, "_FLUSH_BYTES", 40)
+    monkeypatch.setattr(os, "fdatasync" if hasattr(os, "fdatasync") else "fsync", flush)
+    specs = [TensorSpec(f"t{number}", (100,), torch.float32) for number in range(3)]
+    with (
+        pytest.raises(CheckpointError, match=r"cannot be written \(Input/output error\)"),
+        StreamingSafetensorsWriter(tmp_path, specs) as writer,
+    ):
+        for spec in specs:
+            writer.write(spec.name, torch.zeros(100))
+            if writer._flushing is not None:
+                wait([writer._flushing])
     assert_nothing_left(tmp_path)
 
 
