@@ -57,7 +57,7 @@ class DemoOptions:
     layers: int = 3
     tokens: int = 16384
     seq_len: int = 512
-    steps: int = 30
+    steps: int = 16
     batch_size: int = 3
     loss_tokens: int = 8192
     new_tokens: int = 40
@@ -172,7 +172,7 @@ def _overrides(out: Path, options: DemoOptions) -> list[str]:
         "data.val": out / "text" / "held-out.jsonl",
         "data.seq_len": options.seq_len,
         "steps": options.steps,
-        "lr": 2e-4,
+        "lr": 5e-4,
         "batch_size": options.batch_size,
         "seed": options.seed,
         "eval_every": 0,
