@@ -172,7 +172,7 @@ def _overrides(out: Path, options: DemoOptions) -> list[str]:
         "data.val": out / "text" / "held-out.jsonl",
         "data.seq_len": options.seq_len,
         "steps": options.steps,
-        "lr": 5e-4,
+        "lr": 2e-4,
         "batch_size": options.batch_size,
         "seed": options.seed,
         "eval_every": 0,
