@@ -23,10 +23,10 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 
 import torch
+from common import provenance
 
 SHAPES = {
     "tiny": {"d_model": 64, "n_layer": 4, "vocab_size": 500},
@@ -177,7 +177,7 @@ def measure(work: Path, shape: str, modes: list[str], repeat: int) -> list[dict[
         copied, start_up, seconds = median(copies), median(starts), median(found)
         rows.append(
             {
-                "date": date.today().isoformat(),
+                **provenance(cpu=True),
                 "shape": shape,
                 "bytes": weights.stat().st_size,
                 "verify": mode,
