@@ -1,11 +1,14 @@
 # ruff: noqa: E501  (kernel signatures are long; I is the importance)
 """The part of the backward pass inside blocks, fast, for NVIDIA GPUs: a time loop in fp32 that walks backwards.
 
-A block is cut into segments over which the log decays sum to at most a few nats. Forwards once, keeping both states at every
-segment's end; then backwards, where a state is undone token by token, M_{t-1} = M_t - v_t k_t in the segment's scale. Undoing
-amplifies rounding by no more than the segment's decay, and what a steep decay has erased starts a new segment, so nothing is
-ever divided by a decay that may underflow. Sums over channels and keys are finished through shared memory, two tokens a time.
+A block is cut into segments over which the log decays sum to at most a few nats and importance grows by at most as much over
+the prior. Forwards once, keeping both states at every segment's end; then backwards, where a state is undone token by token,
+M_{t-1} = M_t - v_t k_t in the segment's scale. Undoing amplifies rounding by no more than the segment's decay and growth, and
+what a steep decay has erased starts a new segment, so nothing is ever divided by a decay that may underflow. Sums over
+channels and keys are finished through shared memory, two tokens a time.
 """
+
+import math
 
 import torch
 import triton
@@ -19,19 +22,36 @@ from .triton_backward import Inside
 from .triton_states import load_log_decay
 
 BLOCK = 64
-# Nats a segment: undoing a state multiplies the rounding of fp32 by at most exp of this.
+# Nats a segment: undoing a state multiplies the rounding of fp32 by at most exp of this, by decay and by growth.
 MAX_NATS = {torch.bfloat16: 11.0, torch.float16: 9.0}
 SLOTS = 16  # segment ends kept in scratch memory; what lies behind them is derived again from the last one kept
 PROGRAMS = 2  # programs a multiprocessor holds
 
 
 @triton.jit
+def growth_kernel(k, beta, growth, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr):  # fmt: skip
+    # growth[t]: the most that token t adds to the importance of any synapse of a head.
+    NHB: tl.constexpr = (H + BH - 1) // BH
+    pid = tl.program_id(0)
+    token = (pid // NHB).to(tl.int64)
+    h = (pid % NHB) * BH + tl.arange(0, BH)
+    m = (h < H)[:, None]
+    on = tl.arange(0, BN)
+    op = tl.arange(0, BP)
+    row = (token * G + h // (H // G)) * N
+    kk = tl.load(k + row[:, None] + on[None, :], mask=m & (on < N)[None, :], other=0.0).to(tl.float32)
+    bb = tl.load(beta + (token * H + h)[:, None] * P + op[None, :], mask=m & (op < P)[None, :], other=0.0)
+    tl.store(growth + token * H + h, tl.max(kk * kk, 1) * tl.max(bb.to(tl.float32), 1), mask=h < H)
+
+
+@triton.jit
 def segments_kernel(
-    log_decay, within, entry, cuts, table,
-    H: tl.constexpr, C: tl.constexpr, LIMIT: tl.constexpr, BH: tl.constexpr,
+    log_decay, growth, prior, within, entry, cuts, table,
+    H: tl.constexpr, C: tl.constexpr, LIMIT: tl.constexpr, GROWTH: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
     # within[t]: the log decays from the segment's first token (left out) to t. entry[s]: the decay into segment s.
     # cuts: the number of segments, their first tokens, the block's token count.
+    # added: at most so much importance, in the segment's scale, is undone down to its first token, where the prior may be all.
     NHB: tl.constexpr = (H + BH - 1) // BH
     pid = tl.program_id(0)
     block = pid // NHB
@@ -40,17 +60,27 @@ def segments_kernel(
     start = tl.load(table + block * 3).to(tl.int64)
     count = tl.load(table + block * 3 + 1)
     base = (block.to(tl.int64) * H + h) * (C + 2)
+    most = tl.load(prior + h, mask=m, other=1.0).to(tl.float32) * GROWTH
     total = tl.zeros([BH], tl.float32)
+    added = tl.zeros([BH], tl.float32)
     n = tl.zeros([BH], tl.int32)
     for t in range(count):
         p = log_decay + (start + t) * H + h
         x = load_log_decay(p, m)
+        new = tl.load(growth + (start + t) * H + h, mask=m, other=0.0)
         # Looking one token ahead keeps lengths even (tokens are walked in pairs) unless one token forces a cut.
-        ahead = load_log_decay(p + H, m & (t + 1 < count) & (t % 2 == 0))
-        cut = (total + x < -LIMIT) | (t == 0) | ((t % 2 == 0) & (total + x + ahead < -LIMIT))
+        pair = m & (t + 1 < count) & (t % 2 == 0)
+        ahead = load_log_decay(p + H, pair)
+        new_ahead = tl.load(growth + (start + t + 1) * H + h, mask=pair, other=0.0)
+        here = added + new * tl.exp(tl.minimum(-total - x, 80.0))
+        there = here + new_ahead * tl.exp(tl.minimum(-total - x - ahead, 80.0))
+        cut = (total + x < -LIMIT) | (t == 0) | (here > most)
+        cut |= (t % 2 == 0) & ((total + x + ahead < -LIMIT) | (there > most))
         tl.store(entry + base + n, tl.exp(total + x), mask=m & cut)
         tl.store(cuts + base + 1 + n, n * 0 + t, mask=m & cut)
+        # A segment's first token is never undone: what it adds is part of the state that its segment begins with.
         total = tl.where(cut, 0.0, total + x)
+        added = tl.where(cut, 0.0, here)
         n += cut.to(tl.int32)
         tl.store(within + (start + t) * H + h, total, mask=m)
     tl.store(cuts + base + 1 + n, n * 0 + count, mask=m)
@@ -249,8 +279,9 @@ def inside_loop_kernel(
                 v1 = gl.where(two, v_row.index(tb).load(by_channel), 0.0)
                 b1 = gl.where(two, b_row.index(tb).load(by_channel), 0.0)
                 d1 = gl.where(two, d_row.index(tb).load(by_channel), 0.0)
-                e1 = e_row.index(tb).load(by_channel)
-                M, J, dM, dJ, sb = token(k1, q1, v1, b1, d1, e1 * ip, M, J, dM, dJ, c_q, c_k, c_v, c_b, lay, by_warp, N, PV, PK, LV, LK, NW)  # fmt: skip
+                # Where there is no second token the state is not one: any importance that divides will do.
+                i1 = gl.where(two, e_row.index(tb).load(by_channel) * ip, 1e30)
+                M, J, dM, dJ, sb = token(k1, q1, v1, b1, d1, i1, M, J, dM, dJ, c_q, c_k, c_v, c_b, lay, by_warp, N, PV, PK, LV, LK, NW)  # fmt: skip
                 tn = gl.maximum(tb - 1, 0)
                 k1 = k_row.index(tn).load(by_key)
                 q1 = q_row.index(tn).load(by_key).to(gl.float32)
@@ -288,6 +319,7 @@ def fast_inside(k: Tensor, v: Tensor) -> Inside:
     G, N = k.shape[1:]
     H, P = v.shape[1:]
     NW, channels = N // 32, 32
+    nats = MAX_NATS[v.dtype]
     programs = PROGRAMS * torch.cuda.get_device_properties(v.device).multi_processor_count
 
     def launch(inputs, states, d_states, partial, blocks, head0, heads):
@@ -295,9 +327,14 @@ def fast_inside(k: Tensor, v: Tensor) -> Inside:
         within = torch.empty(log_decay.shape, dtype=torch.float32, device=k.device)
         entry = torch.empty(blocks.count, H, BLOCK + 2, dtype=torch.float32, device=k.device)
         cuts = torch.empty(blocks.count, H, BLOCK + 2, dtype=torch.int32, device=k.device)
+        growth = torch.empty_like(within)
         BH = min(32, triton.next_power_of_2(H))
+        few = min(8, BH)
+        growth_kernel[(k.shape[0] * triton.cdiv(H, few),)](
+            k, beta, growth, H, G, N, P, few, N, triton.next_power_of_2(P), num_warps=1
+        )
         segments_kernel[(blocks.count * triton.cdiv(H, BH),)](
-            log_decay, within, entry, cuts, blocks.table, H, BLOCK, MAX_NATS[v.dtype], BH, num_warps=1
+            log_decay, growth, prior, within, entry, cuts, blocks.table, H, BLOCK, nats, math.exp(nats), BH, num_warps=1
         )
         work = blocks.count * heads * (P // channels)
         grid = min(programs, work)

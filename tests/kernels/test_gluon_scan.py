@@ -128,6 +128,17 @@ class TestNumbers:
         found.pop("log_decay")
         assert not too_large(found), too_large(found)
 
+    @pytest.mark.parametrize("backend", ["gluon", "triton"])
+    @pytest.mark.parametrize("T", [63, 130])
+    def test_importance_that_grows_many_millionfold(self, T, backend):
+        (q, k, v, beta, log_decay, prior), _ = make_inputs(2, T, 3, 64, 128, steep=False)
+        k[:, T // 3] *= 100
+        k[:, T // 2 :] *= 10
+        inputs = (q, k, v, beta * 50, log_decay, prior * 1e-3)
+        none = tuple(torch.zeros(2, 3, 64, 128, device="cuda") for _ in range(2))
+        found = errors(run(backend, inputs, none), run("reference", inputs, none, torch.float64))
+        assert not too_large(found), too_large(found)
+
     def test_two_halves_equal_the_whole(self):
         inputs, state = make_inputs(1, 1024, 2, 64, 128, steep=False)
         whole = api.metaplastic_scan(*inputs, initial_state=state, backend="gluon")

@@ -5,6 +5,8 @@ The interpreter is chosen when triton is imported, so without a GPU these run on
 """
 
 import builtins
+import itertools
+import math
 import os
 
 import pytest
@@ -179,3 +181,35 @@ def test_what_it_cannot_take_is_said():
         api.resolve_backend("triton", DEVICE, shape)
     with pytest.raises(api.KernelUnavailableError, match="not float64"):
         api.resolve_backend("triton", DEVICE, shape._replace(state_size=16, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e9])
+def test_segments_undo_no_more_than_rounding_bears(scale):
+    gluon_backward = pytest.importorskip("palimpsa_surgery.kernels.gluon_backward")
+    T, H, G, N, P, nats = 50, 3, 1, 8, 4, 11.0
+    torch.manual_seed(0)
+    log_decay = -torch.rand(T, H, device=DEVICE) * torch.tensor([1e-4, 0.5, 20.0], device=DEVICE)
+    k = torch.randn(T, G, N, device=DEVICE) * scale**0.5
+    beta, prior = torch.rand(T, H, P, device=DEVICE), torch.rand(H, device=DEVICE)
+    growth, within, entry = (torch.full(s, float("nan"), device=DEVICE) for s in ((T, H), (T, H), (1, H, T + 2)))
+    cuts = torch.zeros(1, H, T + 2, dtype=torch.int32, device=DEVICE)
+    table = torch.tensor([[0, T, 0]], dtype=torch.int32, device=DEVICE)
+    gluon_backward.growth_kernel[(T,)](k, beta, growth, H, G, N, P, 4, N, P)
+    expected = k.square().amax(2) * beta.amax(2)
+    torch.testing.assert_close(growth, expected)
+    gluon_backward.segments_kernel[(1,)](
+        log_decay, growth, prior, within, entry, cuts, table, H, T, nats, math.exp(nats), 4
+    )
+    for h in range(H):
+        n, *edges = cuts[0, h].tolist()
+        edges = edges[: n + 1]
+        assert edges[0] == 0
+        assert edges[-1] == T
+        assert n == T if scale == 1e9 else n < T
+        for first, last in itertools.pairwise(edges):
+            assert last > first
+            total = log_decay[first + 1 : last, h].double().cumsum(0)
+            assert (total >= -nats * (1 + 1e-6)).all()
+            undone = (growth[first + 1 : last, h].double() * (-total).exp()).sum()
+            assert undone <= prior[h] * math.exp(nats) * (1 + 1e-6)
+            torch.testing.assert_close(within[first + 1 : last, h].double(), total, rtol=1e-5, atol=1e-5)
