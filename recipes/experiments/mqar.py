@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from .recall_presets import MAMBA2, PALIMPSA, PER_CHANNEL, Setting
 from .recall_report import Run
-from .recall_runs import run_main, run_name, run_once, sweep
+from .recall_runs import Place, Unit, run_main, run_name, run_once, sweep
 from .recall_training import TRAIN, build_model, train_and_test
 
 NAME = "mqar"
@@ -20,22 +19,21 @@ MODELS = "models"
 """Folder of the trained Mamba2 models, the sources of `surgery_recall`."""
 
 
-def train_all(setting: Setting, out: Path, device: str = "cpu", arms: Sequence[str] = (MAMBA2, PALIMPSA)) -> None:
+def train_all(setting: Setting, place: Place, arms: Sequence[str] = (MAMBA2, PALIMPSA)) -> None:
     """The sweep of the arms; a run whose file is there is not repeated."""
-
-    def run(arm: str, lr: float, seed: int) -> Run:
-        return run_once(out, NAME, setting, arm, lr, seed, partial(_train, setting, out, device, arm, lr, seed))
-
-    sweep(arms, setting.lrs, setting.seeds, run)
+    sweep(arms, setting.lrs, setting.seeds, partial(_run, setting, place), place)
 
 
-def _train(setting: Setting, out: Path, device: str, arm: str, lr: float, seed: int) -> Run:
-    model = build_model(setting, arm, seed)
-    found = train_and_test(
-        model, setting, seed=seed, lr=lr, lr_new=lr, steps=setting.steps, stream=TRAIN, device=device
-    )
+def _run(setting: Setting, place: Place, unit: Unit) -> Run:
+    return run_once(place, NAME, setting, unit, partial(_train, setting, place, *unit))
+
+
+def _train(setting: Setting, place: Place, arm: str, lr: float, seed: int) -> Run:
+    model, name = build_model(setting, arm, seed), run_name(NAME, arm, lr, seed)
+    how = {"steps": setting.steps, "stream": TRAIN, **place.training(name)}
+    found = train_and_test(model, setting, seed=seed, lr=lr, lr_new=lr, **how)
     if arm == MAMBA2:
-        model.to("cpu").save_pretrained(out / MODELS / run_name(NAME, arm, lr, seed))
+        model.to("cpu").save_pretrained(place.out / MODELS / name)
     return found
 
 

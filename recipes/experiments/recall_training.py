@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import multiprocessing
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...base.errors import TrainingError
+from ...base.errors import PalimpsaError, TrainingError
 from ...modeling.configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 from ...modeling.importance import record_importance
 from ...modeling.modeling_palimpsa_mamba2 import PalimpsaMamba2ForCausalLM
@@ -43,44 +47,102 @@ def build_model(setting: Setting, arm: str, seed: int) -> PalimpsaMamba2ForCausa
     return model
 
 
-def answers(model: nn.Module, batch: RecallBatch) -> Tensor:
-    """Logits [rows, pairs, vocabulary] at the questions alone."""
-    hidden = model.backbone(input_ids=batch.ids, use_cache=False).last_hidden_state
-    where = batch.positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
-    return model.lm_head(hidden.gather(1, where))
+def answers(model: nn.Module, batch: RecallBatch, autocast: bool = False) -> Tensor:
+    """Logits [rows, pairs, vocabulary] at the questions alone, in fp32."""
+    with torch.autocast(batch.ids.device.type, dtype=torch.bfloat16, enabled=autocast):
+        hidden = model.backbone(input_ids=batch.ids, use_cache=False).last_hidden_state
+        where = batch.positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
+        return model.lm_head(hidden.gather(1, where)).float()
+
+
+def draw(setting: Setting, stream: int, seed: int, step: int) -> tuple[np.ndarray, ...]:
+    """The training sequences of a step: they depend on nothing but these, so a run may go on anywhere."""
+    task = setting.train[step % len(setting.train)]
+    generator = np.random.default_rng([stream, seed, step])
+    batch = recall_batch(task, setting.vocab, setting.step_tokens // task.length, generator)
+    return tuple(tensor.numpy() for tensor in batch)
+
+
+@contextlib.contextmanager
+def drawn(setting: Setting, stream: int, seed: int, steps: range, workers: int) -> Iterator[Iterator[Any]]:
+    """The batches of `steps`, in order, made by as many processes (0: by this one)."""
+    make = partial(draw, setting, stream, seed)
+    if not workers:
+        yield map(make, steps)
+        return
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        yield pool.imap(make, steps, chunksize=4)
 
 
 def train_and_test(
-    model: nn.Module, setting: Setting, *, seed: int, lr: float, lr_new: float, steps: int, stream: int, device: str
+    model: nn.Module,
+    setting: Setting,
+    *,
+    seed: int,
+    lr: float,
+    lr_new: float,
+    steps: int,
+    stream: int,
+    device: str,
+    keep: Path | None = None,
+    until: float = math.inf,
+    workers: int = 0,
 ) -> dict[str, Any]:
     """Trains in place, on equal sequences for equal `seed` and `stream`.
+
+    Args:
+        model: a new one, also of a run that goes on.
+        setting: sizes.
+        seed: of the sequences.
+        lr: learning rate; `lr_new` that of what is metaplastic.
+        lr_new: see `lr`.
+        steps: optimizer steps.
+        stream: which stream of sequences.
+        device: "cpu" or "cuda".
+        keep: where a run is kept on its way, with every record, and gone on from; removed at the end.
+        until: `time.monotonic()` from which on no further record is begun.
+        workers: processes that make sequences.
 
     Returns:
         What a run's file holds: `records` on the way, `windows` of every head before and after, `test` accuracies,
         times.
 
     Raises:
-        TrainingError: a loss is not finite.
+        TrainingError: a loss or a gradient is not finite.
+        OutOfTimeError: `until` has come first; what was done is kept.
     """
     model.to(device)
     recipe = Recipe(seed=seed, steps=steps, lr=lr, lr_new=lr_new, **setting.recipe)
     optimizer = make_optimizer(model, recipe)
-    generator = np.random.default_rng([stream, seed])
-    before, records = windows(model, setting), [look(model, setting, 0, None, device)]
+    first, seconds = 0, 0.0
+    if keep is not None and keep.is_file():
+        kept = torch.load(keep, map_location=device, weights_only=True)
+        model.load_state_dict(kept["model"])
+        optimizer.load_state_dict(kept["optimizer"])
+        first, seconds, before, records = kept["step"], kept["seconds"], kept["before"], kept["records"]
+    else:
+        before, records = windows(model, setting), [look(model, setting, 0, None, device)]
     moments = {round(steps * (index + 1) / setting.records) for index in range(setting.records)}
     # On a CPU the time that the process computes: that of the wall depends on what else runs there.
     clock = time.process_time if device == "cpu" else time.perf_counter
-    seconds, losses = 0.0, []
-    for step in range(steps):
-        task = setting.train[step % len(setting.train)]
+    losses = []
+    with drawn(setting, stream, seed, range(first, steps), workers) as batches:
         started = clock()
-        batch = _to(recall_batch(task, setting.vocab, setting.step_tokens // task.length, generator), device)
-        losses.append(_step(model, optimizer, batch, step, recipe))
-        seconds += clock() - started
-        if step + 1 in moments:
-            records.append(look(model, setting, step + 1, float(np.mean(losses)), device))
+        for step, arrays in zip(range(first, steps), batches, strict=True):
+            batch = _to(RecallBatch(*map(torch.from_numpy, arrays)), device)
+            losses.append(_step(model, optimizer, batch, step, recipe, setting.autocast))
+            if step + 1 not in moments:
+                continue
+            seconds += clock() - started
+            records.append(look(model, setting, step + 1, float(torch.stack(losses).mean()), device))
             losses = []
-    return {
+            if keep is not None:
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
+                _keep({**state, "seconds": seconds, "before": before, "records": records}, keep)
+            if step + 1 < steps and time.monotonic() >= until:
+                raise OutOfTimeError(f"step {step + 1} of {steps}: the time is up; the same command goes on from here")
+            started = clock()
+    found = {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "training_seconds": round(seconds, 2),
         "records": records,
@@ -88,21 +150,39 @@ def train_and_test(
         "test": test(model, setting.test, setting, TEST, setting.test_rows, device),
         "environment": environment(device),
     }
+    if keep is not None:
+        keep.unlink(missing_ok=True)
+    return found
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: RecallBatch, step: int, recipe: Recipe) -> float:
-    """One optimiser step; its loss in nats a question."""
+class OutOfTimeError(PalimpsaError):
+    """A run was cut because its time was up; it goes on when started again."""
+
+
+def _keep(state: dict[str, Any], path: Path) -> None:
+    """Writes beside and renames, so that a run killed meanwhile finds the last whole file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    torch.save(state, new)
+    new.replace(path)
+
+
+def _step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: RecallBatch, step: int, recipe: Recipe, autocast: bool
+) -> Tensor:
+    """One optimizer step; its loss in nats a question."""
     model.train()
     set_lr(optimizer, step, recipe)
     optimizer.zero_grad()
-    loss = nn.functional.cross_entropy(answers(model, batch).flatten(0, 1), batch.values.flatten())
+    loss = nn.functional.cross_entropy(answers(model, batch, autocast).flatten(0, 1), batch.values.flatten())
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
+    for what, value in (("loss", loss.detach()), ("gradient", norm)):
+        if not math.isfinite(float(value)):
+            remedy = f"learning rate {recipe.lr:g}; take a lower one"
+            raise TrainingError(f"step {step + 1}: the {what} is not finite at {remedy}")
     optimizer.step()
-    value = float(loss.detach())
-    if not math.isfinite(value):
-        raise TrainingError(f"step {step + 1}: the loss is not finite at learning rate {recipe.lr:g}; take a lower one")
-    return value
+    return loss.detach()
 
 
 def look(model: nn.Module, setting: Setting, step: int, loss: float | None, device: str) -> dict[str, Any]:
@@ -131,8 +211,9 @@ def test(
     for task in tasks:
         generator = np.random.default_rng([stream, task.length, task.pairs])
         batch = _to(recall_batch(task, setting.vocab, rows, generator), device)
-        pieces = [RecallBatch(*part) for part in zip(*(tensor.split(64) for tensor in batch), strict=True)]
-        right = torch.cat([(answers(model, piece).argmax(-1) == piece.values).sum(1) for piece in pieces])
+        rows_at_once = min(64, max(1, setting.step_tokens // task.length))
+        pieces = [RecallBatch(*part) for part in zip(*(tensor.split(rows_at_once) for tensor in batch), strict=True)]
+        right = torch.cat([(answers(model, x, setting.autocast).argmax(-1) == x.values).sum(1) for x in pieces])
         samples = np.stack([right.cpu().numpy(), np.full(rows, task.pairs)], axis=1).astype(float)
         figure = estimate(samples)
         found[str(task)] = {"accuracy": figure.value, "error": figure.error}

@@ -21,33 +21,33 @@ from ...surgery.loading import load_model
 from . import mqar
 from .recall_presets import MAMBA2, Setting
 from .recall_report import Run, best_lr
-from .recall_runs import read_runs, run_main, run_name, run_once, sweep
+from .recall_runs import Place, Unit, read_runs, run_main, run_name, run_once, sweep
 from .recall_training import FURTHER, LAYERS, train_and_test
 
 NAME = "surgery_recall"
 UNSWAPPED, SWAPPED = "unswapped", "swapped"
 
 
-def train_all(setting: Setting, out: Path, device: str = "cpu", arms: Sequence[str] = (UNSWAPPED, SWAPPED)) -> None:
+def train_all(setting: Setting, place: Place, arms: Sequence[str] = (UNSWAPPED, SWAPPED)) -> None:
     """The sweep of the arms; a run whose file is there is not repeated.
 
     Raises:
-        UsageError: `mqar` has not run in `out`.
+        UsageError: `mqar` has not run in the folder.
     """
-    lr_of_source = best_lr([run for run in read_runs(out, mqar.NAME) if run["arm"] == MAMBA2])
-
-    def run(arm: str, lr: float, seed: int) -> Run:
-        source = out / mqar.MODELS / run_name(mqar.NAME, MAMBA2, lr_of_source, seed)
-        return run_once(out, NAME, setting, arm, lr, seed, partial(_train, setting, source, device, arm, lr, seed))
-
-    sweep(arms, setting.surgery_lrs, setting.seeds, run)
+    lr_of_source = best_lr([run for run in read_runs(place.out, mqar.NAME) if run["arm"] == MAMBA2])
+    sweep(arms, setting.surgery_lrs, setting.seeds, partial(_run, setting, place, lr_of_source), place)
 
 
-def _train(setting: Setting, source: Path, device: str, arm: str, lr: float, seed: int) -> Run:
+def _run(setting: Setting, place: Place, lr_of_source: float, unit: Unit) -> Run:
+    return run_once(place, NAME, setting, unit, partial(_train, setting, place, lr_of_source, *unit))
+
+
+def _train(setting: Setting, place: Place, lr_of_source: float, arm: str, lr: float, seed: int) -> Run:
+    source = place.out / mqar.MODELS / run_name(mqar.NAME, MAMBA2, lr_of_source, seed)
     lr_new = lr * setting.new_lr_ratio
     model = start(setting, source, arm, seed)
-    steps = setting.surgery_steps
-    found = train_and_test(model, setting, seed=seed, lr=lr, lr_new=lr_new, steps=steps, stream=FURTHER, device=device)
+    how = {"steps": setting.surgery_steps, "stream": FURTHER, **place.training(run_name(NAME, arm, lr, seed))}
+    found = train_and_test(model, setting, seed=seed, lr=lr, lr_new=lr_new, **how)
     return {"source": source.name, "lr_new": lr_new, **found}
 
 

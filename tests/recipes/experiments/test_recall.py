@@ -10,7 +10,14 @@ from palimpsa_surgery.base.errors import TrainingError, UsageError
 from palimpsa_surgery.recipes.experiments import mqar, recall_runs, surgery_recall
 from palimpsa_surgery.recipes.experiments.mqar_data import Task, recall_batch
 from palimpsa_surgery.recipes.experiments.recall_presets import MAMBA2, PALIMPSA, PER_CHANNEL, PRESETS
-from palimpsa_surgery.recipes.experiments.recall_training import TRAIN, answers, build_model, train_and_test
+from palimpsa_surgery.recipes.experiments.recall_runs import Place
+from palimpsa_surgery.recipes.experiments.recall_training import (
+    TRAIN,
+    OutOfTimeError,
+    answers,
+    build_model,
+    train_and_test,
+)
 
 TINY = dataclasses.replace(
     PRESETS["cpu"],
@@ -34,8 +41,8 @@ TINY = dataclasses.replace(
 def out(tmp_path_factory):
     """Both experiments run to the end."""
     folder = tmp_path_factory.mktemp("recall")
-    mqar.train_all(TINY, folder)
-    surgery_recall.train_all(dataclasses.replace(TINY, seeds=(0,)), folder)
+    mqar.train_all(TINY, Place(folder))
+    surgery_recall.train_all(dataclasses.replace(TINY, seeds=(0,)), Place(folder))
     return folder
 
 
@@ -76,10 +83,14 @@ def test_training_moves_every_parameter_and_repeats_exactly(arm):
     assert results[0] == results[1]
 
 
-def test_a_loss_that_is_not_finite_stops_the_run():
+@pytest.mark.parametrize(("what", "value"), [("loss", float("nan")), ("gradient", 1e30)])
+def test_a_loss_or_gradient_that_is_not_finite_stops_the_run(what, value):
     model = build_model(TINY, MAMBA2, 0)
-    torch.nn.init.constant_(model.backbone.norm_f.weight, float("nan"))
-    with pytest.raises(TrainingError, match=r"step 1: the loss is not finite at learning rate 0\.01"):
+    torch.nn.init.constant_(model.backbone.norm_f.weight, value)
+    if what == "gradient":
+        model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(model.lm_head.weight))
+        model.backbone.norm_f.weight.register_hook(lambda gradient: gradient / 0)
+    with pytest.raises(TrainingError, match=rf"step 1: the {what} is not finite at learning rate 0\.01"):
         train_and_test(model, TINY, seed=0, lr=1e-2, lr_new=1e-2, steps=2, stream=TRAIN, device="cpu")
 
 
@@ -111,42 +122,66 @@ def test_finished_runs_are_not_repeated(out, monkeypatch):
     missing = out / "mqar-mamba2-lr0.01-seed0.json"
     text = json.loads(missing.read_text())
     missing.unlink()
-    mqar.train_all(TINY, out)
+    mqar.train_all(TINY, Place(out))
     again = json.loads(missing.read_text())
     assert {**again, "training_seconds": 0} == {**text, "training_seconds": 0}
     assert all(path.stat().st_mtime_ns == time for path, time in times.items() if path != missing)
     monkeypatch.setattr(mqar, "train_and_test", None)
-    mqar.train_all(TINY, out)
+    mqar.train_all(TINY, Place(out))
+
+
+def test_a_run_that_is_cut_goes_on_as_if_it_had_not_been(out, tmp_path, monkeypatch):
+    setting = dataclasses.replace(TINY, steps=6, records=3)
+    mqar.train_all(setting, Place(tmp_path / "whole"), (PALIMPSA,))
+    cut = Place(tmp_path / "cut", until=0.0, jobs=1)
+    name, seen = "mqar-palimpsa-lr0.01-seed0", []
+    with pytest.raises(OutOfTimeError, match=f"{name}: not begun, the time is up"):
+        mqar.train_all(setting, cut, (PALIMPSA,))
+    clock = iter([-1.0] + [1.0] * 9)
+    monkeypatch.setattr(recall_runs.time, "monotonic", lambda: seen.append(next(clock)) or seen[-1])
+    with pytest.raises(OutOfTimeError, match=r"step 2 of 6: the time is up; the same command goes on"):
+        mqar.train_all(setting, cut, (PALIMPSA,))
+    assert [path.name for path in cut.out.iterdir()] == [f"{name}.partial.pt"]
+    monkeypatch.undo()
+    mqar.train_all(setting, Place(cut.out, jobs=2, workers=1), (PALIMPSA,))
+    assert {path.suffix for path in cut.out.iterdir()} == {".json"}
+    for seed in TINY.seeds:
+        runs = [
+            json.loads((tmp_path / x / f"mqar-palimpsa-lr0.01-seed{seed}.json").read_text()) for x in ("whole", "cut")
+        ]
+        first, second = ({k: v for k, v in run.items() if k not in ("training_seconds", "environment")} for run in runs)
+        assert first == second
 
 
 def test_a_wider_sweep_keeps_the_runs_that_are_done(out, monkeypatch):
     monkeypatch.setattr(mqar, "train_and_test", None)
     with pytest.raises(TypeError):  # the first run that is missing, of the new learning rate
-        mqar.train_all(dataclasses.replace(TINY, lrs=(1e-2, 1e-3)), out)
+        mqar.train_all(dataclasses.replace(TINY, lrs=(1e-2, 1e-3)), Place(out))
     assert len(list(out.glob("mqar-*.json"))) == 4
 
 
-def test_the_sweep_gives_both_arms_the_same_and_the_best_rate_every_seed():
+def test_the_sweep_gives_both_arms_the_same_and_the_best_rate_every_seed(tmp_path):
     done = []
 
-    def run(arm, lr, seed):
-        done.append((arm, lr, seed))
+    def run(unit):
+        done.append(unit)
+        arm, lr, seed = unit
         accuracy = lr if arm == "a" else 1 - lr
-        return {"lr": lr, "seed": seed, "records": [{"validation": {"8/2": {"accuracy": accuracy}}}]}
+        return {"arm": arm, "lr": lr, "seed": seed, "records": [{"validation": {"8/2": {"accuracy": accuracy}}}]}
 
-    recall_runs.sweep(("a", "b"), (0.1, 0.2), (5, 6, 7), run)
+    recall_runs.sweep(("a", "b"), (0.1, 0.2), (5, 6, 7), run, Place(tmp_path))
     assert sorted(done[:4]) == [("a", 0.1, 5), ("a", 0.2, 5), ("b", 0.1, 5), ("b", 0.2, 5)]
     assert sorted(done[4:]) == [("a", 0.2, 6), ("a", 0.2, 7), ("b", 0.1, 6), ("b", 0.1, 7)]
 
 
 def test_runs_of_another_setting_are_refused(out):
     with pytest.raises(UsageError, match=r"mqar-mamba2-lr0\.01-seed0\.json: was made with another setting"):
-        mqar.train_all(dataclasses.replace(TINY, steps=3), out)
+        mqar.train_all(dataclasses.replace(TINY, steps=3), Place(out))
 
 
 def test_surgery_without_sources_is_refused(tmp_path):
     with pytest.raises(UsageError, match="has no run of mqar; train first"):
-        surgery_recall.train_all(TINY, tmp_path)
+        surgery_recall.train_all(TINY, Place(tmp_path))
     with pytest.raises(UsageError, match="run mqar with the same -o first"):
         surgery_recall.start(TINY, tmp_path / "models" / "mqar-mamba2", surgery_recall.SWAPPED, 0)
 
@@ -162,12 +197,14 @@ def test_the_command_reports_from_the_files(out, experiment):
 def test_the_command_line_chooses_preset_arms_rates_and_steps(tmp_path):
     asked = []
     arguments = ["--preset", "gpu", "-o", str(tmp_path), "--lrs", "0.1", "0.2", "--steps", "7", "--arms", "c"]
+    arguments += ["--state-size", "16", "--jobs", "3", "--workers", "2"]
     for argv in (arguments, ["-o", str(tmp_path), "--device", "cpu"]):
         with pytest.raises(UsageError, match="has no run of x"):
             recall_runs.run_main("x", ("a", "b", "c"), lambda *given: asked.append(given), "about", argv)
-    (setting, out, _, arms), (usual, _, device, first_two) = asked
+    (setting, place, arms), (usual, plain, first_two) = asked
     assert (setting.vocab, setting.lrs, setting.surgery_lrs, setting.steps) == (8192, (0.1, 0.2), (0.1, 0.2), 7)
-    assert (out, list(arms), device, first_two) == (tmp_path, ["c"], "cpu", ("a", "b"))
+    assert (place.out, list(arms), plain.device, first_two) == (tmp_path, ["c"], "cpu", ("a", "b"))
+    assert (setting.model["state_size"], place.jobs, place.workers, plain.jobs) == (16, 3, 2, 1)
     assert usual == PRESETS["cpu"]
 
 
