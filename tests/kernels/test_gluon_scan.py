@@ -137,6 +137,23 @@ class TestNumbers:
         inputs = (q, k, v, beta * 50, log_decay, prior * 1e-3)
         none = tuple(torch.zeros(2, 3, 64, 128, device="cuda") for _ in range(2))
         found = errors(run(backend, inputs, none), run("reference", inputs, none, torch.float64))
+        # A few synapses of next to no importance are nearly all of the prior's gradient, and the plain kernels round
+        # each term's three factors to bf16 before they are summed.
+        plain_prior = found.pop("prior") if backend == "triton" else 0.0
+        assert plain_prior < 3e-2
+        assert not too_large(found), too_large(found)
+
+    def test_a_segment_of_one_token_after_which_nothing_can_be_undone(self):
+        inputs, _ = make_inputs(1, 64, 4, 64, 64, steep=False)
+        q, k, v, beta, log_decay, prior = inputs
+        log_decay[:, 1::3] = -14.0
+        k[:, 1::3] *= 40
+        v[:, 1::3] *= 1e3
+        none = tuple(torch.zeros(1, 4, 64, 64, device="cuda") for _ in range(2))
+        inputs = (q, k, v, beta * 20, log_decay, prior * 1e-2)
+        found = errors(run("gluon", inputs, none), run("reference", inputs, none, torch.float64))
+        # Next to nothing passes a decay of 14 nats: its exact gradient is next to nothing, what is left is rounding.
+        assert found.pop("log_decay") < 1.0
         assert not too_large(found), too_large(found)
 
     def test_two_halves_equal_the_whole(self):
