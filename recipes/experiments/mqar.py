@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from .recall_presets import MAMBA2, PALIMPSA, PER_CHANNEL, Setting
+from .recall_presets import MAMBA2, PALIMPSA, PER_CHANNEL, PER_HEAD, Setting
 from .recall_report import Run
 from .recall_runs import Place, Unit, run_main, run_name, run_once, sweep
 from .recall_training import TRAIN, build_model, train_and_test
@@ -39,7 +39,7 @@ def _train(setting: Setting, place: Place, arm: str, lr: float, seed: int) -> Ru
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains and reports."""
-    run_main(NAME, (MAMBA2, PALIMPSA, PER_CHANNEL), train_all, __doc__, argv)
+    run_main(NAME, (MAMBA2, PALIMPSA, PER_CHANNEL, PER_HEAD), train_all, __doc__, argv)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,10 @@ from typing import Any
 
 from .mqar_data import Task
 
-MAMBA2, PALIMPSA, PER_CHANNEL = "mamba2", "palimpsa", "palimpsa_per_channel"
-"""Arms: the control; all layers metaplastic as the setting says; the same with one beta a channel, as in the paper."""
+MAMBA2, PALIMPSA = "mamba2", "palimpsa"
+PER_CHANNEL, PER_HEAD = "palimpsa_per_channel", "palimpsa_per_head"
+"""Arms: the control; all layers metaplastic as the setting says; the same with one beta per channel, as in the paper;
+the same with one beta per head."""
 
 
 @dataclass(frozen=True)

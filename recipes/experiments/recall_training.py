@@ -25,7 +25,7 @@ from ..bootstrap import estimate
 from ..config import Recipe
 from ..optim import make_optimizer, set_lr
 from .mqar_data import RecallBatch, Task, recall_batch
-from .recall_presets import MAMBA2, PER_CHANNEL, Setting
+from .recall_presets import MAMBA2, PER_CHANNEL, PER_HEAD, Setting
 
 LAYERS = 2
 TRAIN, FURTHER, VALIDATION, TEST = range(4)
@@ -40,8 +40,7 @@ def build_model(setting: Setting, arm: str, seed: int) -> PalimpsaMamba2ForCausa
     if arm == MAMBA2:
         return plain
     swapped = {"palimpsa_layers": list(range(LAYERS)), **setting.metaplastic}
-    if arm == PER_CHANNEL:
-        swapped["beta_groups"] = setting.model["head_dim"]
+    swapped["beta_groups"] = {PER_CHANNEL: setting.model["head_dim"], PER_HEAD: 1}.get(arm, swapped["beta_groups"])
     model = PalimpsaMamba2ForCausalLM(PalimpsaMamba2Config(**shared, **swapped))
     model.load_state_dict({**model.state_dict(), **plain.state_dict()})
     return model

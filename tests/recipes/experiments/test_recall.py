@@ -9,7 +9,7 @@ import torch
 from palimpsa_surgery.base.errors import TrainingError, UsageError
 from palimpsa_surgery.recipes.experiments import mqar, recall_runs, surgery_recall
 from palimpsa_surgery.recipes.experiments.mqar_data import Task, recall_batch
-from palimpsa_surgery.recipes.experiments.recall_presets import MAMBA2, PALIMPSA, PER_CHANNEL, PRESETS
+from palimpsa_surgery.recipes.experiments.recall_presets import MAMBA2, PALIMPSA, PER_CHANNEL, PER_HEAD, PRESETS
 from palimpsa_surgery.recipes.experiments.recall_runs import Place
 from palimpsa_surgery.recipes.experiments.recall_training import (
     TRAIN,
@@ -56,8 +56,9 @@ def test_both_arms_start_from_the_same_mamba2():
 
 def test_the_control_has_no_metaplastic_layer_and_the_other_arm_has_nothing_else():
     assert build_model(TINY, MAMBA2, 0).config.palimpsa_layers == []
-    for arm, groups in ((PALIMPSA, 1), (PER_CHANNEL, 8)):
-        config = build_model(TINY, arm, 0).config
+    for arm, groups in ((PALIMPSA, 4), (PER_CHANNEL, 8), (PER_HEAD, 1)):
+        setting = dataclasses.replace(TINY, metaplastic={**TINY.metaplastic, "beta_groups": 4})
+        config = build_model(setting, arm, 0).config
         assert (config.palimpsa_layers, config.beta_groups) == ([0, 1], groups)
 
 
