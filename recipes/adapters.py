@@ -98,7 +98,7 @@ def open_base(adapter: Path, base: str | Path | None) -> Checkpoint:
             " recorded; give it with --base"
         )
     checkpoint = open_checkpoint(base if base is not None else source.base)
-    if checkpoint.fingerprint != source.fingerprint:
+    if not checkpoint.matches(source.fingerprint):
         raise CheckpointError(
             f"{checkpoint.source_id}: is not the model that the adapter was trained on ({source.base}, layers"
             f" {list(source.palimpsa_layers)} swapped; its fingerprint is another); give that model with --base"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ..base.errors import CheckpointError
-from .fingerprint import fingerprint
+from .fingerprint import edges_fingerprint, fingerprint
 from .keymap import EMBEDDING, HEAD, Rule, canonical_shape, expected_shapes, translate
 from .layouts import Layout, detect
-from .lazy import Extent, TensorInfo, WeightsFile, open_weights
+from .lazy import open_weights
 from .sources import (
     Source,
     card_metadata,
@@ -26,12 +27,13 @@ from .sources import (
     tokenizer_files,
     weight_files,
 )
+from .weights import Extent, TensorInfo, WeightsFile
 
 logger = logging.getLogger(__name__)
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _LISTED = 8  # names in a message; the rest is counted
-_COMPARED = 2**26  # bytes of head and embedding compared at a time
+_READERS = 2  # threads that look at tensors; neither reading nor checksums hold up the other
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,6 @@ class Checkpoint:
             the layers already swapped.
         tensors: every tensor of the model by canonical name, in the order of the model.
         dropped: source tensors that are not part of the model, each with its reason.
-        fingerprint: see `fingerprint.py`.
         source_id: Hub id, or the folder's name.
         license: licence named in the source's model card, never guessed.
         base_model: the Hub id itself, else what the source's model card names.
@@ -94,7 +95,6 @@ class Checkpoint:
     config: dict[str, Any]
     tensors: Mapping[str, TensorEntry] = field(repr=False)
     dropped: tuple[Dropped, ...]
-    fingerprint: str
     source_id: str
     license: str | None
     base_model: str | None
@@ -102,29 +102,76 @@ class Checkpoint:
     generation_config: dict[str, Any] | None
     notes: tuple[str, ...]
     _located: Mapping[str, _Located] = field(repr=False)
+    _config_file: Path = field(repr=False)
+    _owners: Mapping[str, WeightsFile] = field(repr=False)
 
     def load(self, name: str) -> torch.Tensor:
-        """Returns a tensor on the CPU as a view of the mapped file, in the dtype it is stored in.
+        """Reads a tensor to the CPU, in the dtype it is stored in and in memory of its own.
 
         Args:
             name: canonical name.
 
         Raises:
-            CheckpointError: the model has no such tensor.
+            CheckpointError: the model has no such tensor, or the tensor is not sound (see `check`).
         """
         located = self._located.get(name)
         if located is None:
             raise CheckpointError(f"{self.source_id}: has no tensor {name}, expected one of the names in .tensors")
         tensor = located.file.load(located.entry.source_name)
+        self.check(name, tensor)
         return tensor if located.rule.transform is None else located.rule.transform(tensor)
+
+    def check(self, name: str, tensor: torch.Tensor | None = None) -> None:
+        """Looks at every value of a tensor, the first time it is asked to.
+
+        Args:
+            name: canonical name.
+            tensor: its values as they are in the file, where they are at hand.
+
+        Raises:
+            CheckpointError: a value is not finite, the bytes do not match the file's own checksum, or the file was
+                changed while it was read.
+        """
+        located = self._located[name]
+        if not located.file.contents(located.entry.source_name, tensor).finite:
+            raise CheckpointError(
+                f"{located.file.path.name}: tensor {located.entry.source_name} holds values that are not finite "
+                "(NaN or infinity), expected a trained model's weights; use an undamaged checkpoint"
+            )
+
+    def check_all(self) -> None:
+        """`check` of every tensor of the model, in its order, whatever was looked at before."""
+        self._look(found.entry.source_name for found in self._located.values())
+        for name in self.tensors:
+            self.check(name)
 
     def extent(self, name: str) -> Extent | None:
         """Where the bytes of `load(name)` lie in a file, or None when they do not lie in one piece as they are."""
         located = self._located[name]
-        if located.rule.transform is not None:
-            return None
-        offset = located.file.offset(located.entry.source_name)
-        return None if offset is None else Extent(located.file.path, offset)
+        return None if located.rule.transform is not None else located.file.extent(located.entry.source_name)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identity of the weights, see `fingerprint.py`: every tensor is read once for it."""
+        self._look(self._owners)
+        infos = {name: file.tensors[name] for name, file in self._owners.items()}
+        return fingerprint(self._config_file, infos, lambda name: self._owners[name].contents(name).checksum)
+
+    def matches(self, identity: str) -> bool:
+        """Whether `identity`, read from a profile, a plan or another stage's file, is this checkpoint's fingerprint.
+
+        A file that was written before fingerprints covered all weights is compared as it was made.
+        """
+        if identity == self.fingerprint:
+            return True
+        files = sorted({file.path for file in self._owners.values()})
+        infos = {name: file.tensors[name] for name, file in self._owners.items()}
+        return identity == edges_fingerprint(self._config_file, files, infos)
+
+    def _look(self, source_names: Iterable[str]) -> None:
+        with ThreadPoolExecutor(_READERS, thread_name_prefix="look") as pool:
+            for _ in pool.map(lambda name: self._owners[name].contents(name), source_names):
+                pass
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -161,9 +208,7 @@ def open_checkpoint(src: str | Path, *, revision: str | None = None, token: str 
             missing, unexpected or of the wrong shape.
     """
     source = resolve(src, revision=revision, token=token)
-    paths = weight_files(source.folder)
-    files = [open_weights(path) for path in paths]
-    tensors = _merge(files)
+    tensors = _merge([open_weights(path) for path in weight_files(source.folder)])
     layout = detect(source.folder, {name: file.tensors[name] for name, file in tensors.items()})
     located, dropped, strangers = _locate(layout, tensors)
     notes = [*layout.notes, *_resolve_vocabulary(layout, located)]
@@ -176,16 +221,16 @@ def open_checkpoint(src: str | Path, *, revision: str | None = None, token: str 
     for note in notes:
         logger.warning("%s: %s", source.source_id, note)
     ordered = {name: located[name] for name in expected_shapes(config)}
-    identity = fingerprint(layout.config_file, paths, {name: file.tensors[name] for name, file in tensors.items()})
     return Checkpoint(
         path=source.folder,
         layout=layout.name,
         config=config,
         tensors={name: found.entry for name, found in ordered.items()},
         dropped=tuple(dropped),
-        fingerprint=identity,
         notes=tuple(notes),
         _located=ordered,
+        _config_file=layout.config_file,
+        _owners=tensors,
         **_surroundings(source),
     )
 
@@ -287,14 +332,13 @@ def _renamed(entry: TensorEntry, name: str) -> TensorEntry:
 
 
 def _same_values(first: _Located, second: _Located) -> bool:
-    """Bit for bit, in pieces, so that two mapped matrices are compared without a copy of either in memory."""
+    """Bit for bit."""
     if (first.info.shape, first.info.dtype) != (second.info.shape, second.info.dtype):
         return False
     if first.info.storage == second.info.storage:
         return True
-    one = first.file.load(first.entry.source_name).reshape(-1).view(torch.uint8)
-    two = second.file.load(second.entry.source_name).reshape(-1).view(torch.uint8)
-    return all(torch.equal(a, b) for a, b in zip(one.split(_COMPARED), two.split(_COMPARED), strict=True))
+    one, two = (found.file.load(found.entry.source_name).reshape(-1) for found in (first, second))
+    return torch.equal(one.view(torch.uint8), two.view(torch.uint8))
 
 
 def _account(source: Source, config: dict[str, Any], located: Mapping[str, _Located], strangers: list[str]) -> None:

@@ -132,7 +132,7 @@ def _settle(
             plan = read_plan(plan)
         plan.check_source(checkpoint, where)
         if profile is not None:
-            profile.check_source(checkpoint.fingerprint, checkpoint.source_id)
+            profile.check_source(checkpoint)
         calibrated = plan.init == "calibrated"
         return plan, profile or (_measure(checkpoint, measuring, True) if calibrated else static_forgetting(checkpoint))
     layers = DEFAULT_LAYERS if layers is None else layers
@@ -153,7 +153,7 @@ def _profile_beside(plan: Path, checkpoint: Checkpoint) -> Profile | None:
     if not path.is_file():
         return None
     profile = read_profile(path)
-    if profile.fingerprint != checkpoint.fingerprint:
+    if not checkpoint.matches(profile.fingerprint):
         logger.warning("%s beside the plan is of another checkpoint (%s) and is not used", path.name, profile.source)
         return None
     return profile

@@ -3,35 +3,54 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from .lazy import TensorInfo
+from .weights import TensorInfo
 
-EDGE_BYTES = 2**20
+_EDGE_BYTES = 2**20
 
 
-def fingerprint(config_file: Path, files: Iterable[Path], tensors: Mapping[str, TensorInfo]) -> str:
-    """sha256 over the config, the tensors' names, shapes and dtypes, and size, first and last MiB of each weights file.
+def fingerprint(config_file: Path, tensors: Mapping[str, TensorInfo], checksum: Callable[[str], int]) -> str:
+    """sha256 over the config and each tensor's name, shape, dtype and CRC-32 of all its bytes.
 
-    It reads at most 2 MiB a file, so it costs the same for any model; it does not depend on where the files lie.
+    It does not depend on where the files lie, nor on how the tensors are spread over them.
 
     Args:
         config_file: `config.json` or what stands for it.
-        files: the weight files, in the order of their names.
         tensors: source names and what the files say of them.
+        checksum: the CRC-32 of a tensor's values in row-major order, by source name.
 
     Returns:
         64 hexadecimal digits.
     """
-    digest = hashlib.sha256(config_file.read_bytes())
-    for name, info in sorted(tensors.items()):
-        digest.update(f"\n{name} {list(info.shape)} {info.dtype}".encode())
+    digest = _begin(config_file, tensors)
+    for name in sorted(tensors):
+        digest.update(f"\n{checksum(name):08x}".encode())
+    return digest.hexdigest()
+
+
+def edges_fingerprint(config_file: Path, files: Iterable[Path], tensors: Mapping[str, TensorInfo]) -> str:
+    """The fingerprint in files written earlier, which saw of each weights file its size, first and last MiB alone.
+
+    Args:
+        config_file: as for `fingerprint`.
+        files: the weight files, in the order of their names.
+        tensors: as for `fingerprint`.
+    """
+    digest = _begin(config_file, tensors)
     for path in files:
         size = path.stat().st_size
         digest.update(f"\n{size}\n".encode())
         with path.open("rb") as stream:
-            digest.update(stream.read(EDGE_BYTES))
-            stream.seek(max(0, size - EDGE_BYTES))
-            digest.update(stream.read(EDGE_BYTES))
+            digest.update(stream.read(_EDGE_BYTES))
+            stream.seek(max(0, size - _EDGE_BYTES))
+            digest.update(stream.read(_EDGE_BYTES))
     return digest.hexdigest()
+
+
+def _begin(config_file: Path, tensors: Mapping[str, TensorInfo]) -> hashlib._Hash:
+    digest = hashlib.sha256(config_file.read_bytes())
+    for name, info in sorted(tensors.items()):
+        digest.update(f"\n{name} {list(info.shape)} {info.dtype}".encode())
+    return digest

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from ..base.console import are, counted, listed
 from ..base.errors import CheckpointError
 from .keymap import strip_wrappers
-from .lazy import TensorInfo
 from .metamamba2 import MARKS, MODEL_TYPES, SOFTPLUS_NOTE, translate_config
 from .sources import read_foreign_json
+from .weights import TensorInfo
 
 _INF = float("inf")
 # Defaults of mamba_ssm 2.3.2's Mamba2 module, for the keys a `ssm_cfg` leaves out.

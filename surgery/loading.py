@@ -22,9 +22,9 @@ def load_model(
     revision: str | None = None,
     token: str | None = None,
 ) -> PalimpsaMamba2ForCausalLM:
-    """Builds the model of a checkpoint and fills it with copies of its tensors, so that the files may go away.
+    """Builds the model of a checkpoint and fills it with its tensors, so that the files may go away.
 
-    The modules are built without memory and each tensor is cast as it is copied: the peak is the model itself.
+    The modules are built without memory and each tensor is cast as it is read: the peak is the model itself.
 
     Args:
         src: folder, Hub id, or an open checkpoint.
@@ -47,7 +47,7 @@ def load_model(
     dtype = dtype or checkpoint.dtype
     for name, (module, attribute) in slots.items():
         target = _stored_dtype(name, dtype)
-        tensor = checkpoint.load(name).to(device=device, dtype=target, copy=True)
+        tensor = checkpoint.load(name).to(device=device, dtype=target)
         setattr(module, attribute, torch.nn.Parameter(tensor, requires_grad=getattr(module, attribute).requires_grad))
     model.tie_weights()
     model.config.dtype = dtype

@@ -55,9 +55,11 @@ def write_weights(
             if spec.name not in checkpoint.tensors:
                 writer.write(spec.name, _created(spec.name, start_of).to(spec.dtype))
                 continue
-            tensor = checkpoint.load(spec.name)
-            extent = checkpoint.extent(spec.name) if tensor.dtype == spec.dtype else None
-            writer.write(spec.name, cast(spec.name, tensor, spec.dtype), extent)
+            as_stored = checkpoint.tensors[spec.name].dtype == spec.dtype
+            extent = checkpoint.extent(spec.name) if as_stored else None
+            checkpoint.check(spec.name)
+            if extent is None or not writer.copy(spec.name, extent):
+                writer.write(spec.name, cast(spec.name, checkpoint.load(spec.name), spec.dtype))
     return tuple(writer.files)
 
 

@@ -112,7 +112,7 @@ class Plan(StrictModel):
         Raises:
             SchemaError: another fingerprint, a layer out of range or swapped already, sizes that do not fit the model.
         """
-        if self.fingerprint != checkpoint.fingerprint:
+        if not checkpoint.matches(self.fingerprint):
             raise SchemaError(
                 f"{where}:fingerprint: the plan was made for {self.source} ({self.fingerprint[:12]}), not for "
                 f"{checkpoint.source_id} ({checkpoint.fingerprint[:12]}); make a plan for this checkpoint"
@@ -216,7 +216,7 @@ def make_plan(
     swapped = tuple(config.get("palimpsa_layers") or ())
     check_rule(rule)
     if profile is not None:
-        profile.check_source(checkpoint.fingerprint, checkpoint.source_id)
+        profile.check_source(checkpoint)
     if isinstance(layers, int):
         if profile is None:
             raise UsageError(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -15,6 +15,9 @@ from ..base.console import counted
 from ..base.errors import SchemaError
 from ..base.files import dump_json, write_text
 from ..base.schemas import StrictModel, StrictPart, read_model
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
 
 SIGNIFICANT_DIGITS = 8
 Positive = Annotated[float, Field(gt=0)]
@@ -92,6 +95,14 @@ class Profile(StrictModel):
             raise ValueError(f"layers must be numbered 0 to {len(numbers) - 1} in order, not {numbers}")
         return self
 
+    @model_validator(mode="after")
+    def _of_some_text(self) -> Profile:
+        if self.method == "measured" and not (self.tokens and self.seq_len):
+            raise ValueError(
+                f"tokens is {self.tokens} and seq_len is {self.seq_len}, expected both above 0 where method is measured"
+            )
+        return self
+
     @property
     def swapped(self) -> tuple[int, ...]:
         """Layers that were Palimpsa-M already when the checkpoint was measured."""
@@ -103,12 +114,24 @@ class Profile(StrictModel):
             return "static estimate from A_log and dt_bias (no text)"
         return f"{self.tokens:,} tokens of {self.data} in windows of {self.seq_len:,} (seed {self.seed})"
 
-    def check_source(self, fingerprint: str, source: str) -> None:
-        """Raises `SchemaError` unless the profile was measured on the checkpoint with this fingerprint."""
-        if self.fingerprint != fingerprint:
+    def check_source(self, checkpoint: Checkpoint) -> None:
+        """Raises `SchemaError` unless the profile was measured on this checkpoint and has each layer and head of it."""
+        if not checkpoint.matches(self.fingerprint):
             raise SchemaError(
-                f"profile.json:fingerprint: the profile was measured on {self.source} ({self.fingerprint[:12]}), "
-                f"not on {source} ({fingerprint[:12]}); measure this checkpoint again"
+                f"profile.json:fingerprint: the profile was measured on {self.source} ({self.fingerprint[:12]}), not "
+                f"on {checkpoint.source_id} ({checkpoint.fingerprint[:12]}); measure this checkpoint again"
+            )
+        layers, heads = checkpoint.config["num_hidden_layers"], checkpoint.config["num_heads"]
+        if len(self.layers) != layers:
+            raise SchemaError(
+                f"profile.json:layers: lists {counted(len(self.layers), 'layer')}, {checkpoint.source_id} has "
+                f"{layers}; measure this checkpoint again"
+            )
+        odd = next((layer for layer in self.layers if len(layer.head_rate) != heads), None)
+        if odd is not None:
+            raise SchemaError(
+                f"profile.json:layers.{odd.layer}.head_rate: lists {counted(len(odd.head_rate), 'head')}, "
+                f"{checkpoint.source_id} has {heads}; measure this checkpoint again"
             )
 
 

@@ -162,7 +162,8 @@ def _model_card(
         raise UsageError(
             f"{folder}: is in the layout {checkpoint.layout}; push takes a folder that convert, finetune or merge wrote"
         )
-    if figures is not None and figures.fingerprint != checkpoint.fingerprint:
+    checkpoint.check_all()
+    if figures is not None and not checkpoint.matches(figures.fingerprint):
         raise SchemaError(
             f"{EVAL_FILE}:model.fingerprint: the evaluation is of another model ({figures.fingerprint[:12]}, not "
             f"{checkpoint.fingerprint[:12]}); evaluate this one, or leave the file out"

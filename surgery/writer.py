@@ -23,7 +23,8 @@ import torch
 from ..base.console import counted, human_bytes
 from ..base.errors import CheckpointError
 from ..base.files import write_json
-from .lazy import SAFETENSORS_DTYPES, Extent
+from .lazy import SAFETENSORS_DTYPES
+from .weights import Extent
 
 logger = logging.getLogger(__name__)
 
@@ -122,29 +123,44 @@ class StreamingSafetensorsWriter:
             self._discard()
             raise
 
-    def write(self, name: str, tensor: torch.Tensor, extent: Extent | None = None) -> None:
+    def copy(self, name: str, extent: Extent) -> bool:
+        """Writes one tensor from where its very bytes lie in a file; False where the system cannot do that.
+
+        The system copies from file to file, without a page of them passing through this process.
+        """
+        slot = self._slot(name)
+        copied = self._copied(slot, extent)
+        if copied:
+            self._written(slot)
+        return copied
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
         """Writes one tensor.
 
         Args:
             name: one of the announced names, each once.
             tensor: of the announced shape and dtype; on any device, contiguous or not.
-            extent: where these very bytes lie in a file. The system then copies from file to file, where it can,
-                without a page of them passing through this process.
         """
-        slot = self._slots.get(name)
-        if slot is None or name not in self._pending:
-            state = "was written before" if slot else "was not announced"
-            raise CheckpointError(f"tensor {name} {state}; each tensor of the specs is written exactly once")
+        slot = self._slot(name)
         if tuple(tensor.shape) != slot.spec.shape or tensor.dtype != slot.spec.dtype:
             raise CheckpointError(
                 f"tensor {name} is {list(tensor.shape)} {tensor.dtype}, expected {list(slot.spec.shape)} "
                 f"{slot.spec.dtype}; the announced shape and dtype are in the header already"
             )
-        if extent is None or not self._copied(slot, extent):
-            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            self._put(slot.shard, memoryview(data), slot.offset)
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        self._put(slot.shard, memoryview(data), slot.offset)
+        self._written(slot)
+
+    def _slot(self, name: str) -> _Slot:
+        slot = self._slots.get(name)
+        if slot is None or name not in self._pending:
+            state = "was written before" if slot else "was not announced"
+            raise CheckpointError(f"tensor {name} {state}; each tensor of the specs is written exactly once")
+        return slot
+
+    def _written(self, slot: _Slot) -> None:
         self._flush_beside(slot.shard, slot.spec.nbytes)
-        self._pending.discard(name)
+        self._pending.discard(slot.spec.name)
 
     def _begin(self, number: int, specs: list[TensorSpec]) -> None:
         header, offsets, size = _header(specs, self._metadata)
@@ -170,22 +186,21 @@ class StreamingSafetensorsWriter:
             return False
         done, size = 0, slot.spec.nbytes
         target = self._streams[slot.shard].fileno()
-        with open(extent.path, "rb") as source:
-            while done < size:
-                try:
-                    step = os.copy_file_range(
-                        source.fileno(), target, size - done, extent.offset + done, slot.offset + done
-                    )
-                except OSError as error:
-                    if error.errno in _CANNOT_COPY:
-                        return False
-                    raise self._failed(slot.shard, error) from error
-                if step == 0:
-                    raise CheckpointError(
-                        f"{extent.path.name}: became shorter while {slot.spec.name} was copied from it; copy the file "
-                        "again and leave it alone meanwhile"
-                    )
-                done += step
+        while done < size:
+            try:
+                step = os.copy_file_range(
+                    extent.descriptor, target, size - done, extent.offset + done, slot.offset + done
+                )
+            except OSError as error:
+                if error.errno in _CANNOT_COPY:
+                    return False
+                raise self._failed(slot.shard, error) from error
+            if step == 0:
+                raise CheckpointError(
+                    f"{extent.path.name}: became shorter while {slot.spec.name} was copied from it; copy the file "
+                    "again and leave it alone meanwhile"
+                )
+            done += step
         return True
 
     def _flush_beside(self, shard: int, written: int) -> None:

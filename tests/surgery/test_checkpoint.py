@@ -1,7 +1,9 @@
 """Every layout a checkpoint comes in opens to the same tensors and the same config."""
 
+import hashlib
 import json
 import logging
+import os
 import shutil
 import sys
 
@@ -298,23 +300,56 @@ def test_the_fingerprint_changes_with_the_config(tmp_path):
     assert open_checkpoint(tmp_path).fingerprint != before
 
 
-def test_the_fingerprint_reads_both_ends_of_a_file(tmp_path):
-    from palimpsa_surgery.surgery.fingerprint import EDGE_BYTES, fingerprint
+@pytest.mark.parametrize("writer", [pico.write_hf, pico.write_mamba_ssm])
+def test_the_fingerprint_sees_every_tensor(tmp_path, writer):
+    names = [name for name in writer(tmp_path / "m") if name != HEAD]
+    seen = {open_checkpoint(tmp_path / "m").fingerprint}
+    for name in names:
 
-    config, weights = tmp_path / "config.json", tmp_path / "w"
-    config.write_text("{}")
-    seen = set()
-    for changed in (None, 0, EDGE_BYTES - 1, 2 * EDGE_BYTES, 3 * EDGE_BYTES - 1):
-        content = bytearray(3 * EDGE_BYTES)
-        if changed is not None:
-            content[changed] = 1
-        weights.write_bytes(content)
-        seen.add(fingerprint(config, [weights], {}))
-    assert len(seen) == 5
-    content = bytearray(3 * EDGE_BYTES)
-    content[EDGE_BYTES] = 1  # the middle is not read: a fingerprint costs the same for any size
-    weights.write_bytes(content)
-    assert fingerprint(config, [weights], {}) in seen
+        def change(tensors, name=name):
+            key = name if name in tensors else name.replace("embeddings", "embedding")
+            tensors[key].view(-1)[tensors[key].numel() // 2] += 1
+
+        writer(tmp_path / "m", edit=change)
+        seen.add(open_checkpoint(tmp_path / "m").fingerprint)
+    assert len(seen) == len(names) + 1
+
+
+def test_the_fingerprint_does_not_depend_on_the_shards(tmp_path):
+    pico.write_hf(tmp_path / "a")
+    pico.write_hf(tmp_path / "b", shards=3)
+    assert open_checkpoint(tmp_path / "a").fingerprint == open_checkpoint(tmp_path / "b").fingerprint
+
+
+def test_a_fingerprint_made_earlier_is_known(tmp_path):
+    pico.write_hf(tmp_path)
+    config, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    checkpoint, content = open_checkpoint(tmp_path), weights.read_bytes()
+    digest = hashlib.sha256(config.read_bytes())
+    for name in sorted(entry.source_name for entry in (*checkpoint.tensors.values(), *checkpoint.dropped)):
+        info = checkpoint._owners[name].tensors[name]
+        digest.update(f"\n{name} {list(info.shape)} {info.dtype}".encode())
+    digest.update(f"\n{len(content)}\n".encode() + content + content)
+    assert checkpoint.matches(digest.hexdigest())
+    assert checkpoint.matches(checkpoint.fingerprint)
+    assert not checkpoint.matches("0" * 64)
+
+
+# Values.
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("writer", [pico.write_hf, pico.write_mamba_ssm])
+def test_a_value_that_is_not_finite_is_refused_by_the_name_of_its_tensor(tmp_path, writer, value):
+    def spoil(tensors):
+        tensors["backbone.layers.1.mixer.in_proj.weight"][3, 5] = value
+
+    writer(tmp_path, edit=spoil)
+    checkpoint = open_checkpoint(tmp_path)
+    checkpoint.load("backbone.layers.0.mixer.in_proj.weight")
+    for read in (lambda: checkpoint.load("backbone.layers.1.mixer.in_proj.weight"), checkpoint.check_all):
+        with pytest.raises(CheckpointError, match=r"tensor backbone.layers.1.mixer.in_proj.weight holds values that a"):
+            read()
 
 
 def test_the_shared_checkpoint(shared):
@@ -366,7 +401,7 @@ def test_an_extent_is_where_the_bytes_of_the_tensor_lie(tmp_path, writer):
             continue
         told += 1
         expected = checkpoint.load(name).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        with extent.path.open("rb") as stream:
+        with open(os.dup(extent.descriptor), "rb") as stream:
             stream.seek(extent.offset)
             assert stream.read(len(expected)) == expected, name
     assert told == len(checkpoint.tensors) or not sys.platform.startswith("linux")

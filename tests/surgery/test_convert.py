@@ -188,14 +188,45 @@ def test_values_beyond_the_range_of_a_dtype_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["logits", "layers"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_source_that_gives_no_numbers_proves_nothing(tmp_path, mode, value):
+def test_a_source_that_gives_no_numbers_proves_nothing(tmp_path, mode):
     def damage(tensors):
-        return {**tensors, OUT_PROJ: torch.full_like(tensors[OUT_PROJ], value)}
+        return {**tensors, OUT_PROJ: torch.full_like(tensors[OUT_PROJ], 3e38)}
 
     pico.write_mamba_ssm(tmp_path / "source", edit=damage)
     with pytest.raises(VerificationError, match="the source itself gives values that are not finite"):
         convert(tmp_path / "source", tmp_path / "out", layers=(0,), verify=mode)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+@pytest.mark.parametrize("writer", [pico.write_mamba_ssm, pico.write_hf])
+def test_a_value_that_is_not_finite_is_refused_wherever_it_is(tmp_path, writer, dtype):
+    """Such as in a row of the embedding that no text of a proof uses."""
+
+    def damage(tensors):
+        next(tensor for name, tensor in tensors.items() if "embedding" in name)[-1, 0] = float("nan")
+
+    writer(tmp_path / "source", edit=damage)
+    with pytest.raises(CheckpointError, match=r"tensor backbone.embeddings?.weight holds values that are not finite"):
+        convert(tmp_path / "source", tmp_path / "out", layers=(0,), verify="none", dtype=dtype)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("writer", [pico.write_mamba_ssm, pico.write_hf])
+@pytest.mark.parametrize("keep", [None, 0, 3000])
+def test_a_source_that_goes_while_it_is_read_is_whole_or_refused(tmp_path, writer, keep):
+    """A deleted file is read to its end, as the system keeps it; one that is cut short is named."""
+    writer(tmp_path / "source")
+    source = open_checkpoint(tmp_path / "source")
+    weights = next(path for path in (tmp_path / "source").iterdir() if path.suffix in (".bin", ".safetensors"))
+    assert source.fingerprint
+    if keep is None:
+        weights.unlink()
+        convert(source, tmp_path / "out", layers=(0,))
+        return
+    os.truncate(weights, keep)
+    with pytest.raises(CheckpointError, match=rf"{weights.name}: became shorter while it was read"):
+        convert(source, tmp_path / "out", layers=(0,))
     assert not (tmp_path / "out").exists()
 
 

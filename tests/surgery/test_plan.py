@@ -12,8 +12,10 @@ FINGERPRINT = "ab" * 32
 
 
 def checkpoint(fingerprint=FINGERPRINT, **config):
-    values = {"num_hidden_layers": 6, "hidden_size": 64, "head_dim": 8, "palimpsa_layers": []}
-    return SimpleNamespace(source_id="tiny", fingerprint=fingerprint, config={**values, **config})
+    values = {"num_hidden_layers": 6, "hidden_size": 64, "num_heads": 1, "head_dim": 8, "palimpsa_layers": []}
+    return SimpleNamespace(
+        source_id="tiny", fingerprint=fingerprint, matches=fingerprint.__eq__, config={**values, **config}
+    )
 
 
 def profile(windows=(5, 9, 3, 7, 1, 2), swapped=(), fingerprint=FINGERPRINT):
@@ -21,7 +23,7 @@ def profile(windows=(5, 9, 3, 7, 1, 2), swapped=(), fingerprint=FINGERPRINT):
         LayerProfile(layer=i, swapped=i in swapped, rate=1 / w, window=w, head_rate=[1 / w], head_window=[w])
         for i, w in enumerate(windows)
     ]
-    return Profile(method="measured", source="tiny", fingerprint=fingerprint, layers=layers)
+    return Profile(method="measured", source="tiny", fingerprint=fingerprint, tokens=9, seq_len=9, layers=layers)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """profile.json: strict, readable, tied to its checkpoint; profile.png."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from palimpsa_surgery.base.errors import SchemaError
@@ -81,11 +82,30 @@ def test_numbers_that_are_not_json_are_refused(tmp_path, bad):
         read_profile(path)
 
 
-def test_a_profile_of_another_checkpoint_is_refused():
-    measured = profile([layer(0)])
-    measured.check_source("ab" * 32, "tiny")
-    with pytest.raises(SchemaError, match=r"measured on tiny \(abababababab\), not on other \(cdcdcdcdcdcd\)"):
-        measured.check_source("cd" * 32, "other")
+def checkpoint(fingerprint="ab" * 32, layers=2, heads=2):
+    config = {"num_hidden_layers": layers, "num_heads": heads}
+    return SimpleNamespace(source_id="other", fingerprint=fingerprint, matches=fingerprint.__eq__, config=config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fingerprint": "cd" * 32}, r"fingerprint: .* on tiny \(abababababab\), not on other \(cdcdcdcdcdcd\)"),
+        ({"layers": 3}, "profile.json:layers: lists 2 layers, other has 3; measure"),
+        ({"heads": 3}, r"profile.json:layers.0.head_rate: lists 2 heads, other has 3; measure"),
+    ],
+)
+def test_a_profile_of_another_checkpoint_is_refused(changes, message):
+    measured = profile([layer(0, heads=2), layer(1, heads=2)])
+    measured.check_source(checkpoint())
+    with pytest.raises(SchemaError, match=message):
+        measured.check_source(checkpoint(**changes))
+
+
+@pytest.mark.parametrize("nothing", [{"tokens": 0}, {"seq_len": 0}])
+def test_a_measured_profile_of_no_text_is_refused(nothing):
+    with pytest.raises(ValueError, match="expected both above 0 where method is measured"):
+        profile([layer(0)], **nothing)
 
 
 def test_descriptions_name_the_text_or_say_static():

@@ -14,7 +14,7 @@ def profile(windows=WINDOWS, rates=RATES, swapped=()):
         LayerProfile(layer=i, swapped=i in swapped, rate=rate, window=window, head_rate=[rate], head_window=[window])
         for i, (window, rate) in enumerate(zip(windows, rates, strict=True))
     ]
-    return Profile(method="measured", source="tiny", fingerprint="00", layers=layers)
+    return Profile(method="measured", source="tiny", fingerprint="00", tokens=9, seq_len=9, layers=layers)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from palimpsa_surgery.surgery.card import MARKER
 from palimpsa_surgery.surgery.checkpoint import open_checkpoint
 from palimpsa_surgery.surgery.convert import convert
 from palimpsa_surgery.surgery.upload import prepare_upload
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 NAME = "alice/my-model"
 RECIPE = {
@@ -273,3 +273,12 @@ def test_a_source_is_not_ours_to_push(staging, tmp_path):
     assert "its weights are in pytorch_model.bin" in refused(tmp_path / "bin", staging)
     pico.write_hf(tmp_path / "plain")
     assert "is in the layout hf_mamba2" in refused(tmp_path / "plain", staging)
+
+
+def test_a_value_that_is_not_finite_is_not_pushed(model, staging):
+    path = model / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    tensors["backbone.embeddings.weight"][-1, 0] = float("nan")
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"tensor backbone.embeddings.weight holds values that are not finite"):
+        prepare_upload(model, staging, NAME)

@@ -3,7 +3,7 @@
 import pico
 import pytest
 import torch
-from palimpsa_surgery.base.errors import UsageError, VerificationError
+from palimpsa_surgery.base.errors import CheckpointError, UsageError, VerificationError
 from palimpsa_surgery.base.files import load_json, write_json
 from palimpsa_surgery.surgery import verify
 from palimpsa_surgery.surgery.checkpoint import open_checkpoint
@@ -73,11 +73,7 @@ def reverse_heads(tensors):
     swap(tensors, MIXER + "A_log", torch.arange(3, -1, -1))
 
 
-def not_finite(tensors):
-    tensors[MIXER + "D"][0] = float("nan")
-
-
-DAMAGES = [one_number, swap_norms, swap_groups, reverse_heads, not_finite]
+DAMAGES = [one_number, swap_norms, swap_groups, reverse_heads]
 
 
 @pytest.mark.parametrize("check", [check_logits, check_layers])
@@ -98,6 +94,14 @@ def test_the_comparison_of_tensors_names_the_damaged_one(pair, change):
     damage(pair[2], change)
     with pytest.raises(VerificationError, match=r"^backbone\.layers\.[01]\.mixer\..*differs from the source's tensor"):
         verify.verify_tensors(pair[0], pair[2])
+
+
+@pytest.mark.parametrize("mode", ["logits", "layers"])
+def test_a_value_that_is_not_finite_is_no_match(pair, mode):
+    source, plan, folder = pair
+    damage(folder, lambda tensors: tensors[MIXER + "D"].fill_(float("nan")))
+    with pytest.raises(CheckpointError, match=r"tensor backbone\.layers\.1\.mixer\.D holds values that are not finite"):
+        verify.verify(source, folder, plan, mode=mode, dtype=source.dtype)
 
 
 def test_damage_outside_the_swapped_layers_is_caught_too(pair):
@@ -136,7 +140,7 @@ def test_a_config_that_changed_on_the_way_is_caught(pair, key, value):
 def test_an_infinite_output_is_never_a_pass(pair):
     source, _, folder = pair
     paper = make_plan(source, layers=(1,), init="paper", beta_scale_form="abs")
-    damage(folder, lambda tensors: tensors[MIXER + "metaplasticity.beta_down.weight"].fill_(float("nan")))
+    damage(folder, lambda tensors: tensors[MIXER + "metaplasticity.beta_down.weight"].fill_(3e38))
     with pytest.raises(VerificationError, match="layer 1: not finite with the start paper"):
         check_layers(source, paper, folder)
 

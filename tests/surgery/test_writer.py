@@ -12,7 +12,7 @@ import torch
 from palimpsa_surgery.base.errors import CheckpointError
 from palimpsa_surgery.surgery import writer as writer_module
 from palimpsa_surgery.surgery.checkpoint import open_checkpoint
-from palimpsa_surgery.surgery.lazy import Extent
+from palimpsa_surgery.surgery.weights import Extent
 from palimpsa_surgery.surgery.writer import StreamingSafetensorsWriter, TensorSpec, write_tensors
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -274,9 +274,10 @@ def copied(folder, source, *, at=5):
     tensor = torch.arange(1000, dtype=torch.int64)
     source.write_bytes(b"x" * at + tensor.numpy().tobytes() + b"after")
     specs = [TensorSpec("b", (3,), torch.uint8), TensorSpec("a", (1000,), torch.int64)]
-    with StreamingSafetensorsWriter(folder, specs) as writer:
+    with StreamingSafetensorsWriter(folder, specs) as writer, source.open("rb") as stream:
         writer.write("b", torch.ones(3, dtype=torch.uint8))
-        writer.write("a", torch.zeros_like(tensor), Extent(source, at))
+        if not writer.copy("a", Extent(source, at, stream.fileno())):
+            writer.write("a", torch.zeros_like(tensor))
     return load_file(folder / "model.safetensors")["a"], tensor
 
 
