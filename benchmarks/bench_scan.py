@@ -13,10 +13,8 @@ import time
 from pathlib import Path
 
 import torch
-import triton
 from common import provenance
 from palimpsa_surgery.kernels import api, ssd
-from triton.testing import do_bench
 
 HERE = Path(__file__).resolve().parent
 COLUMNS = (
@@ -61,6 +59,8 @@ def check(layer, g, backend) -> str:
 def milliseconds(f, repeat=100) -> float:
     """Median on the GPU; without one, the best of three by the clock, to see that it runs."""
     if torch.cuda.is_available():
+        from triton.testing import do_bench
+
         return do_bench(f, warmup=30, rep=repeat, return_mode="median")
     times = []
     for _ in range(3):
@@ -146,6 +146,8 @@ def step_rows(layer, g, B=64):
 
 def describe(given_commit: str | None = None) -> dict:
     """What a row says about the machine and the code."""
+    import triton
+
     facts = provenance(given_commit)
     return {"card": facts.pop("device"), **facts, "triton": triton.__version__, "dtype": "bf16"}
 

@@ -27,6 +27,10 @@ from palimpsa_surgery.recipes.losses import CausalLoss
 
 SHAPES = {
     "tiny": {"hidden_size": 64, "num_hidden_layers": 4, "num_heads": 4, "head_dim": 32, "state_size": 16},
+    "mamba2-docs-1m": {
+        **{"hidden_size": 128, "num_hidden_layers": 8, "num_heads": 8, "head_dim": 32, "state_size": 64},
+        "vocab_size": 4096,
+    },
     "mamba2_130m": {"hidden_size": 768, "num_hidden_layers": 24, "num_heads": 24},
     "mamba2_370m": {"hidden_size": 1024, "num_hidden_layers": 48, "num_heads": 32},
     "mamba2_1.3b": {"hidden_size": 2048, "num_hidden_layers": 48, "num_heads": 64},
@@ -51,7 +55,9 @@ def swapped_layers(layers: int, count: int) -> list[int]:
     return sorted({round((i + 0.5) * layers / count - 0.5) for i in range(count)}) if count else []
 
 
-def build(shape: str, swapped: int, beta_groups: int | None, device: str) -> CausalLoss:
+def build(
+    shape: str, swapped: int, beta_groups: int | None, device: str, *, precision: str = "bf16", checkpointing=True
+) -> CausalLoss:
     """A model with random weights and a loss of a few nats, ready to train."""
     sizes = {**COMMON, **SHAPES[shape]}
     layers = swapped_layers(sizes["num_hidden_layers"], swapped)
@@ -65,8 +71,9 @@ def build(shape: str, swapped: int, beta_groups: int | None, device: str) -> Cau
         for name, parameter in model.named_parameters():
             if name.endswith("beta_scale"):
                 parameter.fill_(0.5)  # an importance that is really felt, as after training
-    model.gradient_checkpointing_enable()
-    return CausalLoss(model.train(), precision="bf16")
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    return CausalLoss(model.train(), precision=precision)
 
 
 def time_steps(module: CausalLoss, batch: int, length: int, warmup: int, steps: int, swapped: int) -> StepTime:

@@ -23,11 +23,12 @@ from ..base.errors import KernelUnavailableError, UsageError
 _BACKENDS = {
     "gluon": "gluon_scan",
     "triton": "triton_scan",
+    "numba": "numba_scan",
     "torch": "torch_chunk",
     "reference": "reference",
 }
-_AUTO = {"cuda": ("gluon", "triton", "torch"), "cpu": ("torch",), "other": ("triton", "torch")}
-_KERNELS = frozenset({"gluon", "triton"})
+_AUTO = {"cuda": ("gluon", "triton", "torch"), "cpu": ("numba", "torch"), "other": ("triton", "torch")}
+_KERNELS = frozenset({"gluon", "triton", "numba"})
 _required = os.environ.get("PALIMPSA_REQUIRE_KERNELS", "") not in ("", "0")
 
 
@@ -162,7 +163,7 @@ def resolve_backend(name: str, device: torch.device | str, shape: ScanShape | No
         reasons.append(f"{candidate}: {reason}")
     raise KernelUnavailableError(
         f"kernels are required but none can run the metaplastic scan on {device} "
-        f"({'; '.join(reasons) or 'they need a GPU'}); install what is missing or drop --require-kernels."
+        f"({'; '.join(reasons)}); install what is missing or drop --require-kernels."
     )
 
 
@@ -197,7 +198,7 @@ def metaplastic_scan(
         initial_state: (M [B, H, P, N], J [B, H, g, N]); zeros when None. With `cu_seqlens` one state a document.
         cu_seqlens: [S + 1] integers, where each packed document starts, then T; needs B = 1.
         chunk_size: tokens between stored states; a backend's own choice when None.
-        backend: "auto", "torch", "reference", "triton" or "gluon".
+        backend: "auto" or a name of `backends`.
         variance: also return sum_k q_t^2 / I_t.
 
     Returns:

@@ -22,6 +22,7 @@ PACKAGES = (
     "palimpsa-surgery",
     "torch",
     "triton",
+    "numba",
     "transformers",
     "huggingface_hub",
     "safetensors",

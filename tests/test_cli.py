@@ -336,7 +336,7 @@ def test_evaluate_compares_two_models_and_writes_a_report(work, tmp_path):
 def test_doctor_says_what_runs_and_checks_it():
     found = json.loads(invoke("doctor", "--device", "cpu", "--json").stdout)
     assert found["ok"]
-    assert {part["chosen"] for part in found["backends"]} == {"torch"}
+    assert [part["chosen"] for part in found["backends"]] == ["numba", "torch", "torch"]
     assert found["versions"]["torch"]
     assert len(found["checks"]) >= 7
     assert "metaplastic scan, torch, float32" in invoke("doctor", "--device", "cpu").stdout

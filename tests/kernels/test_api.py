@@ -138,7 +138,7 @@ def test_a_step_needs_a_state_that_it_can_write(p):
 
 
 @pytest.mark.parametrize("variance", [False, True])
-@pytest.mark.parametrize("backend", ["auto", "torch", "reference"])
+@pytest.mark.parametrize("backend", ["auto", "numba", "torch", "reference"])
 def test_shapes_and_dtypes_of_the_results(p, cast, backend, variance):
     half = cast(p, torch.float32)
     half.v = half.v.bfloat16()
@@ -155,20 +155,31 @@ def test_shapes_and_dtypes_of_the_results(p, cast, backend, variance):
         assert one[1].shape == (2, 4, 2)
 
 
-def test_auto_is_torch_on_a_cpu():
-    assert api.resolve_backend("auto", "cpu") == "torch"
+def test_auto_on_a_cpu_is_numba_where_it_is_installed(monkeypatch):
+    assert api.resolve_backend("auto", "cpu") == "numba"
     assert api.resolve_backend("reference", "cpu") == "reference"
+    absent = ModuleNotFoundError("No module named 'numba'")
+    real = api._import
+    monkeypatch.setattr(api, "_import", lambda module: absent if module == "numba_scan" else real(module))
+    assert api.resolve_backend("auto", "cpu") == "torch"
+    assert api.backends("cpu")["numba"] == "it cannot be imported (No module named 'numba')"
+
+
+def test_numba_runs_on_cpus_alone():
+    assert api.why_unavailable("numba", "cuda") == "it runs on CPUs, not on cuda"
 
 
 def test_every_backend_says_why_it_cannot_run():
     found = api.backends("cpu")
-    assert list(found) == ["gluon", "triton", "torch", "reference"]
+    assert list(found) == ["gluon", "triton", "numba", "torch", "reference"]
     assert found["torch"] is None
     assert found["reference"] is None
 
 
 def test_an_unknown_backend_lists_the_known(p):
-    with pytest.raises(UsageError, match="backend='cuda' is unknown; expected auto, gluon, triton, torch, reference"):
+    with pytest.raises(
+        UsageError, match="backend='cuda' is unknown; expected auto, gluon, triton, numba, torch, reference"
+    ):
         scan(p, backend="cuda")
 
 
@@ -208,9 +219,11 @@ def test_a_backend_may_refuse_a_shape(monkeypatch, p):
         scan(p, backend="triton")
 
 
-def test_required_kernels_are_never_replaced(p, required):
+def test_required_kernels_are_never_replaced(p, required, monkeypatch):
+    assert scan(p).output.shape == p.v.shape  # compiled for the CPU
+    monkeypatch.setattr(api.load_backend("numba"), "unavailable", lambda device: "numba is broken")
     with pytest.raises(
-        KernelUnavailableError, match=r"kernels are required but none can run .* on cpu \(they need a GPU\)"
+        KernelUnavailableError, match=r"kernels are required but none can run .* on cpu \(numba: numba is broken\)"
     ):
         scan(p)
     with pytest.raises(KernelUnavailableError, match="kernels are required"):
@@ -235,7 +248,7 @@ def test_importing_the_operator_brings_in_nothing_heavy():
     code = (
         "import sys, torch; before = set(sys.modules);"
         "import palimpsa_surgery.kernels.api, palimpsa_surgery.kernels.ssd, palimpsa_surgery.kernels.conv;"
-        "heavy = {'triton', 'torch._dynamo', 'mamba_ssm', 'causal_conv1d'};"
+        "heavy = {'triton', 'numba', 'torch._dynamo', 'mamba_ssm', 'causal_conv1d'};"
         "print(sorted(heavy & (set(sys.modules) - before)))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -18,12 +18,12 @@ from transformers.dynamic_module_utils import check_imports, get_relative_import
 
 # What a machine with nothing but torch and transformers lacks, and the package itself.
 ABSENT = ("palimpsa_surgery", "triton", "mamba_ssm", "causal_conv1d", "einops")
-BLOCK = f"""
+BLOCK = """
 import sys, importlib.abc
 class Absent(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name.split(".")[0] in {ABSENT!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+        if name.split(".")[0] in ABSENT:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Absent())
 """
 
@@ -39,14 +39,17 @@ def folder(lively_model, tmp_path):
     return target
 
 
-def run(code, *arguments, home):
+def run(code, *arguments, home, absent=ABSENT):
     """Runs code in a process of its own where the absent packages cannot be imported."""
     environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", BLOCK + textwrap.dedent(code), *map(str, arguments)]
+    command = [sys.executable, "-c", f"ABSENT = {absent!r}\n{BLOCK}" + textwrap.dedent(code), *map(str, arguments)]
     return subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True, timeout=240)
 
 
-def test_loads_with_the_flag_generates_and_saves_where_the_package_is_absent(folder, tmp_path, lively_model, ids):
+@pytest.mark.parametrize("absent", [ABSENT, (*ABSENT, "numba")], ids=["with numba", "without numba"])
+def test_loads_with_the_flag_generates_and_saves_where_the_package_is_absent(
+    folder, tmp_path, lively_model, ids, absent
+):
     code = """
         import torch
         from transformers import AutoModel, AutoModelForCausalLM
@@ -69,9 +72,13 @@ def test_loads_with_the_flag_generates_and_saves_where_the_package_is_absent(fol
         assert torch.equal(again(ids).logits, model(ids).logits)
     """
     torch.save(ids, tmp_path / "ids.pt")
-    done = run(code, folder, tmp_path, home=tmp_path)
+    done = run(code, folder, tmp_path, home=tmp_path, absent=absent)
     assert done.returncode == 0, done.stderr
+    # Compiled code is kept beside the copy that transformers makes, for the next process.
+    assert any(tmp_path.rglob("__pycache__/*.nbi")) == ("numba" not in absent)
     model = lively_model()
+    for mixer in (module for module in model.modules() if hasattr(module, "backend")):
+        mixer.backend = "torch" if "numba" in absent else "auto"
     with torch.no_grad():
         torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), model(ids).logits)
         assert torch.equal(

@@ -26,9 +26,9 @@ def test_every_part_of_a_model_is_covered(healthy):
         "all layers",
     ]
     for part in healthy.backends:
-        assert part.chosen == "torch"
+        assert part.chosen == ("numba" if part.part.startswith("swapped") else "torch")
         assert part.unavailable["torch"] is None
-        assert all(reason for name, reason in part.unavailable.items() if name not in ("torch", "reference"))
+        assert all(reason for name, reason in part.unavailable.items() if name not in ("numba", "torch", "reference"))
         assert "the fastest that runs here (" in part.why
 
 
@@ -114,8 +114,8 @@ def test_required_kernels_that_are_missing_fail(monkeypatch):
     monkeypatch.setattr(api, "_required", True)
     found = doctor.diagnose("cpu")
     assert not found.ok
-    assert [part.chosen for part in found.backends] == [None, None, None]
-    assert "kernels are required" in found.backends[0].why
+    assert [part.chosen for part in found.backends] == ["numba", None, None]
+    assert "cannot run on mamba-ssm's kernels here" in found.backends[1].why
 
 
 @pytest.mark.gpu
