@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_blocks import make_blocks
+from .triton_blocks import clear_first_tokens, make_blocks
 from .triton_states import block_states, dot_types, load_log_decay, power_of_two, reverse_states
 
 # Scratch memory of the backward pass: heads are done in slabs that fit it.
@@ -376,4 +376,6 @@ def backward(
             inside.dv_parts, inside.dk_parts, inside.s_parts, dot, precision, num_warps=4,
         )  # fmt: skip
         add_heads(dk, dk_h, head0, H // G)
+    if initial is None:
+        clear_first_tokens(dla, batch, cu_seqlens)
     return dq, dk, dv, db, dla, -s.sum(0), *(first or (None, None))

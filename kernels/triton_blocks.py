@@ -53,6 +53,20 @@ def make_blocks(batch: int, length: int, size: int, device: torch.device, cu_seq
     return Blocks(table.to(torch.int32).contiguous(), documents.to(torch.int32), size, rows)
 
 
+def clear_first_tokens(x: Tensor, batch: int, cu_seqlens: Tensor | None = None) -> None:
+    """Zero x [tokens, H] in place at every document's first token; never waits for the device.
+
+    No state precedes these where none was given, so the gradient of their decay is zero, and not the rounding that
+    terms which cancel leave behind.
+    """
+    if cu_seqlens is None:
+        x.unflatten(0, (batch, -1))[:, 0] = 0
+        return
+    first = torch.zeros(x.shape[0] + 1, dtype=torch.bool, device=x.device)  # an empty last document starts behind all
+    first.index_fill_(0, cu_seqlens.to(x.device, torch.int64), True)
+    x.masked_fill_(first[:-1, None], 0)
+
+
 @lru_cache(maxsize=64)
 def _batch_blocks(batch: int, length: int, size: int, device: torch.device) -> Blocks:
     each = -(-length // size)

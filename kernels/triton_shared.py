@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .triton_backward import add_heads
-from .triton_blocks import Blocks, make_blocks
+from .triton_blocks import Blocks, clear_first_tokens, make_blocks
 from .triton_states import block_states, dot_types, load_log_decay, power_of_two, reverse_states
 
 
@@ -311,6 +311,8 @@ class SharedScan(torch.autograd.Function):
         shared_backward_kernel[(blocks.count * H,)](
             *inputs, dq_h, dk_h, dv, db, dla, s, blocks.table, blocks.documents, blocks.count, *sizes, num_warps=4
         )
+        if initial is None:
+            clear_first_tokens(dla, ctx.batch, cu_seqlens)
         dq, dk = (torch.zeros(n_tokens, G, N, dtype=torch.float32, device=v.device) for _ in range(2))
         add_heads(dq, dq_h, 0, H // G)
         add_heads(dk, dk_h, 0, H // G)

@@ -75,7 +75,7 @@ def _results(p, backend, *, variance=True, cu_seqlens=None, chunk_size=None):
     if variance:
         named["variance"] = out.variance
     r = torch.Generator().manual_seed(99)
-    back = [torch.randn(y.shape, generator=r, dtype=torch.float64).to(y.dtype) for y in named.values()]
+    back = [torch.randn(y.shape, generator=r, dtype=torch.float64).to(y) for y in named.values()]
     grads = torch.autograd.grad(list(named.values()), list(x.values()), back)
     return {name: y.detach() for name, y in named.items()} | {
         f"d {name}": d for name, d in zip(NAMES, grads, strict=True)

@@ -91,3 +91,18 @@ def test_half_precision_computes_in_fp32(problem, cast, relative, backend):
     assert out.state.M.dtype == out.state.J.dtype == torch.float32
     assert relative(out.state.M, want.state.M) < 1e-6  # fp32
     assert relative(out.output, want.output) < 3e-3  # the rounding of the output to bf16
+
+
+@pytest.mark.parametrize("cu", [None, [0, 17, 17, 69, 70, 70]], ids=str)
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_the_decay_of_a_token_without_a_past_has_no_gradient(problem, cast, backend, cu):
+    p = cast(problem(70, B=1 if cu else 2, decays=(-3, 0)), torch.float32)
+    p.log_decay.requires_grad_()
+    bounds = None if cu is None else torch.tensor(cu)
+    out = metaplastic_scan(p.q, p.k, p.v, p.beta, p.log_decay, p.prior, cu_seqlens=bounds, backend=backend)
+    loss = out.output.square().sum() + out.state.M.sum() + out.state.J.sum()
+    found = torch.autograd.grad(loss, p.log_decay)[0]
+    first = torch.zeros(70, dtype=torch.bool)
+    first[[0, 17, 69] if cu else [0]] = True
+    assert not found[:, first].any()
+    assert found[:, ~first].all()

@@ -115,6 +115,21 @@ def test_without_an_initial_state():
     assert max(relative(a, e) for a, e in zip(actual, expected, strict=True)) < RTOL
 
 
+@pytest.mark.parametrize("cu", [None, [0, 5, 5, 18, 19, 19]], ids=str)
+@pytest.mark.parametrize("g", [8, 1])
+def test_the_decay_of_a_token_without_a_past_has_no_gradient(g, cu):
+    """Exactly none where no state precedes a token; every other token's stays right."""
+    inputs, _ = make_inputs(1 if cu else 2, 19, 2, 8, 12, g=g)
+    actual, expected = (
+        outputs_and_gradients(backend, inputs, [], dtype, cu=cu, device=device)[-2]
+        for backend, dtype, device in (("triton", torch.float32, DEVICE), ("reference", torch.float64, "cpu"))
+    )
+    first = [0, 5, 18] if cu else [0]
+    assert not actual[:, first].any()
+    assert actual.ne(0).sum() > actual.numel() // 2
+    assert relative(actual, expected) < RTOL
+
+
 def test_a_second_derivative_is_refused():
     inputs, _ = make_inputs(1, 2, 1, 4, 8)
     v = inputs[2].to(DEVICE).requires_grad_()
