@@ -507,24 +507,29 @@ def doctor(device: Device = "auto", require_kernels: RequireKernels = False, jso
     from .surgery.doctor import diagnose
 
     _require_kernels(require_kernels)
-    found = diagnose(_device(device))
+    found = diagnose(_device(device), *() if json else (_print_diagnosis,))
     if json:
         _print_json(found.to_dict())
-    else:
-        packages = [(name, version or "not installed") for name, version in found.versions.items()]
-        print(table(packages, ("package", "version")))
-        print(f"\ndevice  {found.device}\n")
-        for part in found.backends:
-            print(f"{part.part}: {part.chosen or 'NOTHING'}")
-            print("\n".join(f"  {name}: {reason or 'works here'}" for name, reason in part.unavailable.items()) + "\n")
-        rows = [
-            (c.name, c.error, c.tolerance, c.note if c.ok and c.note else "ok" if c.ok else f"WRONG {c.note}")
-            for c in found.checks
-        ]
-        print(table(rows, ("check against fp64", "error", "limit", "")))
     if not found.ok:
         print("error: a kernel is wrong or missing here; see the lines above", file=sys.stderr)
         raise typer.Exit(EXIT_CHECK_FAILED)
+
+
+def _print_diagnosis(found: Any) -> None:
+    """What has been added to the diagnosis since the last call, at once, also into a pipe."""
+    if found.checks:
+        check = found.checks[-1]
+        verdict = check.note if check.ok and check.note else "ok" if check.ok else f"WRONG {check.note}"
+        error = "" if check.error is None else f"{check.error:.1e}"
+        print(f"{check.name:<48} {error:>8} {check.tolerance:>8.0e}  {verdict}", flush=True)
+        return
+    packages = [(name, version or "not installed") for name, version in found.versions.items()]
+    print(table(packages, ("package", "version")))
+    print(f"\ndevice  {found.device}\n")
+    for part in found.backends:
+        print(f"{part.part}: {part.chosen or 'NOTHING'}")
+        print("\n".join(f"  {name}: {reason or 'works here'}" for name, reason in part.unavailable.items()) + "\n")
+    print(f"{'check against fp64':<48} {'error':>8} {'limit':>8}", flush=True)
 
 
 def stop_in_good_order() -> None:

@@ -49,9 +49,19 @@ def mamba_ssm_unavailable() -> str | None:
 
 
 def resolve_ssd_backend(
-    name: str, device: torch.device | str, dtype: torch.dtype = torch.float32, packed_states: bool = False
+    name: str, device: torch.device | str, dtype: torch.dtype, *, packed_states: bool = False, one_token: bool = False
 ) -> str:
-    """The backend that a plain Mamba2 layer will run on; `packed_states`: packed documents with states in or out.
+    """The backend that a plain Mamba2 layer will run on.
+
+    mamba-ssm's scan multiplies fp32 in TF32 (errors near 1e-3). "auto" takes it for fp32 only where the user allows
+    that to matrix products at large, by `torch.set_float32_matmul_precision("high")`; its step has no such products.
+
+    Args:
+        name: "auto" or a name of `BACKENDS`.
+        device: where the tensors are.
+        dtype: theirs.
+        packed_states: packed documents with states in or out.
+        one_token: of `mamba2_step` instead of the scan.
 
     Raises:
         UsageError: unknown name.
@@ -68,6 +78,8 @@ def resolve_ssd_backend(
         reason = "mamba-ssm has no fp64"
     elif packed_states:
         reason = "mamba-ssm has no states of packed documents"
+    elif name == "auto" and dtype == torch.float32 and not one_token and not _tf32_allowed():
+        reason = "mamba-ssm multiplies fp32 in TF32; torch.set_float32_matmul_precision('high') allows it"
     else:
         reason = mamba_ssm_unavailable()
     if reason is None:
@@ -75,6 +87,10 @@ def resolve_ssd_backend(
     if name == "mamba_ssm" or require_kernels():
         raise KernelUnavailableError(f"the Mamba2 scan cannot run on mamba-ssm's kernels here: {reason}.")
     return "torch"
+
+
+def _tf32_allowed() -> bool:
+    return torch.get_float32_matmul_precision() != "highest"
 
 
 @eager
@@ -116,7 +132,8 @@ def mamba2_scan(
     _check(x, dt, A, B, C, initial_state, cu_seqlens)
     dtype = compute_dtype(x, B, C)
     packed_states = cu_seqlens is not None and (final_state or initial_state is not None)
-    if resolve_ssd_backend(backend, x.device, dtype, packed_states) == "mamba_ssm":
+    known = dtype if dtype == torch.float64 else x.dtype
+    if resolve_ssd_backend(backend, x.device, known, packed_states=packed_states) == "mamba_ssm":
         y, state = _mamba_ssm_scan(x, dt, A, B, C, initial_state, cu_seqlens, chunk_size or _MAMBA_SSM_CHUNK)
     else:
         dt = dt.to(dtype)
@@ -137,7 +154,7 @@ def mamba2_step(
         raise UsageError(
             f"state has shape {list(state.shape)} beside x {list(x.shape)}; expected [B, H, P, {B.shape[-1]}]."
         )
-    if resolve_ssd_backend(backend, x.device, compute_dtype(x, B, C)) == "mamba_ssm":
+    if resolve_ssd_backend(backend, x.device, compute_dtype(x, B, C), one_token=True) == "mamba_ssm":
         return _mamba_ssm_step(x, dt, A, B, C, state)
     return _torch_step(x, dt, A, B, C, state)
 
@@ -168,9 +185,10 @@ def _mamba_ssm_step(x, dt, A, B, C, state):
     _, update = _mamba_ssm()
     heads, head_dim, size = state.shape[1:]
     dt, A = dt.unsqueeze(-1).expand(-1, -1, head_dim), A[:, None, None].expand(heads, head_dim, size)
-    no_bias = A.new_zeros(heads, 1).expand(heads, head_dim)  # it reads the strides of the bias even where none is
+    # Up to 2.3.2 it reads the strides of the bias and of D even where none is given.
+    zero = A.new_zeros(heads, 1).expand(heads, head_dim)
     with torch.cuda.device(x.device):
-        return update(state, x, dt, A, B, C, dt_bias=no_bias)
+        return update(state, x, dt, A, B, C, D=zero, dt_bias=zero)
 
 
 def _check(x, dt, A, B, C, initial_state, cu_seqlens) -> None:

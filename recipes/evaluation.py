@@ -181,10 +181,10 @@ def _facts(checkpoint: Checkpoint, model: Any, seen: SeenText | None) -> Evaluat
 
 def _backends(model: Any) -> dict[str, str]:
     """The kernels of each kind of layer on this device."""
-    device = next(model.parameters()).device
+    weight = model.get_input_embeddings().weight
     return {
-        "metaplastic scan": api.resolve_backend("auto", device),
-        "mamba2 scan": ssd.resolve_ssd_backend("auto", device),
+        "metaplastic scan": api.resolve_backend("auto", weight.device),
+        "mamba2 scan": ssd.resolve_ssd_backend("auto", weight.device, weight.dtype),
     }
 
 

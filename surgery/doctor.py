@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.metadata
 import math
 import platform
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import DynamicCache
 
 from ..base.console import counted
 from ..base.errors import KernelUnavailableError
 from ..kernels import api, conv, ssd
+from ..modeling.configuration_palimpsa_mamba2 import PalimpsaMamba2Config
+from ..modeling.modeling_palimpsa_mamba2 import PalimpsaMamba2ForCausalLM
 
 PACKAGES = (
     "palimpsa-surgery",
@@ -36,6 +40,9 @@ PACKAGES = (
 )
 FORWARD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-3}
 GRADIENT_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-2}
+
+MODEL_TOLERANCE = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (5e-2, 1e-1)}
+"""Of logits and of all gradients together; in bf16 every layer's rounding adds to that of the layers before it."""
 
 _TF32 = ("mamba_ssm",)
 """Multiplies fp32 in TF32, so that it is held to the limits of bf16."""
@@ -94,17 +101,28 @@ class Diagnosis:
         return {**asdict(self), "ok": self.ok}
 
 
-def diagnose(device: str | torch.device = "cpu") -> Diagnosis:
-    """Looks at this machine and runs every kernel that works on `device` against the reference."""
+def diagnose(device: str | torch.device = "cpu", watch: Callable[[Diagnosis], None] = lambda found: None) -> Diagnosis:
+    """Looks at this machine and runs every kernel that works on `device`, and a tiny model, against the reference.
+
+    Args:
+        device: where.
+        watch: is given what is known so far, before the first check and after each one. On a fresh GPU kernels are
+            compiled for a minute or two.
+    """
     device = torch.device(device)
     backends = (
         *(_scan_backends(device, dtype) for dtype in _dtypes(device)),
-        _chosen("plain layers: Mamba2 scan", _ssd_backends(device), lambda: ssd.resolve_ssd_backend("auto", device)),
+        *(_plain_backends(device, dtype) for dtype in _dtypes(device)),
         _chosen(
             "all layers: convolution", conv.conv_backends(device), lambda: conv.resolve_conv_backend("auto", device)
         ),
     )
-    return Diagnosis(versions(), describe_device(device), backends, tuple(run_checks(device)))
+    found = Diagnosis(versions(), describe_device(device), backends, ())
+    watch(found)
+    for check in run_checks(device):
+        found = replace(found, checks=(*found.checks, check))
+        watch(found)
+    return found
 
 
 def _dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
@@ -117,6 +135,11 @@ def _scan_backends(device: torch.device, dtype: torch.dtype) -> LayerBackend:
     unavailable = {name: api.why_unavailable(name, device, shape) for name in api.backends(device)}
     part = f"swapped layers: metaplastic scan, {_name(dtype)}"
     return _chosen(part, unavailable, lambda: api.resolve_backend("auto", device, shape))
+
+
+def _plain_backends(device: torch.device, dtype: torch.dtype) -> LayerBackend:
+    part = f"plain layers: Mamba2 scan, {_name(dtype)}"
+    return _chosen(part, _ssd_backends(device), lambda: ssd.resolve_ssd_backend("auto", device, dtype))
 
 
 def versions() -> dict[str, str | None]:
@@ -166,6 +189,7 @@ def run_checks(device: torch.device) -> Iterator[Check]:
         for name, reason in conv.conv_backends(device).items():
             if reason is None:
                 yield from problem.check_convolution(name)
+        yield from check_model(device, dtype)
 
 
 class _Problem:
@@ -216,7 +240,7 @@ class _Problem:
             return torch.stack(outputs, 1)
 
         label = f"metaplastic decode, {name}, {_name(self.dtype)}"
-        return self._measured(
+        return _measured(
             label,
             FORWARD_TOLERANCE[self.dtype],
             lambda: ([decode(self._cast(inputs, (4, 5)), name)], [decode(list(inputs), "reference")]),
@@ -232,6 +256,23 @@ class _Problem:
 
         inputs = (self.x, self.step, self.A, self.k, self.q)
         yield from self._compare(f"Mamba2 scan, {name}, {_name(self.dtype)}", scan, inputs, name, kept=(1, 2))
+        yield self._check_plain_step(name, inputs)
+
+    def _check_plain_step(self, name: str, inputs: tuple[Tensor, ...]) -> Check:
+        def decode(tensors: list[Tensor], backend: str) -> Tensor:
+            x, step, A, k, q = tensors
+            state = A.new_zeros(*x.shape[:1], *x.shape[2:], k.shape[-1])
+            outputs = [
+                ssd.mamba2_step(*(y[:, t].contiguous() for y in (x, step)), A, k[:, t], q[:, t], state, backend=backend)
+                for t in range(5)
+            ]
+            return torch.stack(outputs, 1)
+
+        return _measured(
+            f"Mamba2 decode, {name}, {_name(self.dtype)}",
+            FORWARD_TOLERANCE[self.dtype],
+            lambda: ([decode(self._cast(inputs, (1, 2)), name)], [decode(list(inputs), "torch")]),
+        )
 
     def check_convolution(self, name: str) -> Iterator[Check]:
         def convolve(x: Tensor, weight: Tensor, bias: Tensor, backend: str) -> Tensor:
@@ -271,21 +312,59 @@ class _Problem:
         held_to = torch.bfloat16 if name in _TF32 else self.dtype
         for index, what in enumerate(("", ", gradients")):
             tolerance = (GRADIENT_TOLERANCE if index else FORWARD_TOLERANCE)[held_to]
-            yield self._measured(
+            yield _measured(
                 label + what, tolerance, lambda index=index: (results(name)[index], results("reference")[index])
             )
 
-    def _measured(self, label: str, tolerance: float, run: Callable[[], tuple[list[Tensor], list[Tensor]]]) -> Check:
-        """The worst error of the tensors that `run` gives, against those it expects."""
-        try:
-            found, expected = run()
-        except KernelUnavailableError as error:  # these sizes or this dtype are not its own; "auto" passes it by
-            return Check(label, None, tolerance, True, f"not used: {error}")
-        except Exception as error:  # a kernel that cannot be compiled is a finding, not the end of the report
-            note = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            return Check(label, None, tolerance, False, note)
-        error = max(_relative_error(one, other) for one, other in zip(found, expected, strict=True))
-        return Check(label, error if math.isfinite(error) else None, tolerance, error <= tolerance)
+
+def check_model(device: torch.device, dtype: torch.dtype) -> Iterator[Check]:
+    """Prefill, decode and a training step of a tiny model, one layer of three swapped, by the kernels it would use."""
+    config = PalimpsaMamba2Config(
+        vocab_size=64, hidden_size=64, num_hidden_layers=3, num_heads=4, head_dim=32, state_size=64, palimpsa_layers=[1]
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        exact = PalimpsaMamba2ForCausalLM(config).double().eval()
+        ids = torch.randint(3, 64, (2, 70))
+
+    @functools.cache
+    def model() -> PalimpsaMamba2ForCausalLM:
+        return copy.deepcopy(exact).to(device, dtype)
+
+    def logits(model: PalimpsaMamba2ForCausalLM, *pieces: int) -> list[Tensor]:
+        cache, found = DynamicCache(config=config), []
+        with torch.no_grad():
+            for piece in ids.to(model.device).split(pieces, dim=1):
+                found.append(model(piece, cache=cache).logits)
+        return [torch.cat(found, 1)]
+
+    def gradients(model: PalimpsaMamba2ForCausalLM) -> list[Tensor]:
+        model.train()(ids.to(model.device), labels=ids.to(model.device)).loss.backward()
+        found = torch.cat([p.grad.double().cpu().flatten() for p in model.parameters()])
+        model.zero_grad()
+        model.eval()
+        return [found]
+
+    forward, backward = MODEL_TOLERANCE[dtype]
+    for what, tolerance, run in (
+        ("prefill", forward, lambda model: logits(model, 70)),
+        ("decode", forward, lambda model: logits(model, 66, 1, 1, 1, 1)),
+        ("training step", backward, gradients),
+    ):
+        yield _measured(f"model {what}, {_name(dtype)}", tolerance, lambda run=run: (run(model()), run(exact)))
+
+
+def _measured(label: str, tolerance: float, run: Callable[[], tuple[list[Tensor], list[Tensor]]]) -> Check:
+    """The worst error of the tensors that `run` gives, against those it expects."""
+    try:
+        found, expected = run()
+    except KernelUnavailableError as error:  # these sizes or this dtype are not its own; "auto" passes it by
+        return Check(label, None, tolerance, True, f"not used: {error}")
+    except Exception as error:  # a kernel that cannot be compiled is a finding, not the end of the report
+        note = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return Check(label, None, tolerance, False, note)
+    error = max(_relative_error(one, other) for one, other in zip(found, expected, strict=True))
+    return Check(label, error if math.isfinite(error) else None, tolerance, error <= tolerance)
 
 
 def _relative_error(found: Tensor, expected: Tensor) -> float:

@@ -61,7 +61,9 @@ def make_inputs(B, T, H, P, N, G=1, g=None, rows=None, dtype=torch.bfloat16, ste
 def run(backend, inputs, state, dtype=None, cu=None, chunk_size=None):
     """Named outputs and gradients of a loss over the output and the final states."""
     inputs, state = ([x.detach().to(dtype or x.dtype).requires_grad_() for x in xs] for xs in (inputs, state))
-    result = api.metaplastic_scan(*inputs, initial_state=state or None, cu_seqlens=cu, backend=backend, chunk_size=chunk_size)
+    result = api.metaplastic_scan(
+        *inputs, initial_state=state or None, cu_seqlens=cu, backend=backend, chunk_size=chunk_size
+    )
     shown = (result.output, *result.state)
     generator = torch.Generator("cuda").manual_seed(7)
     scale = (1.0, 0.1, 0.1)

@@ -219,22 +219,22 @@ def test_a_broken_mamba_ssm_never_stops_the_tool(monkeypatch, fresh, error):
     monkeypatch.setitem(sys.modules, "mamba_ssm", broken_package(error))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert "mamba-ssm cannot be imported" in ssd.mamba_ssm_unavailable()
-    assert ssd.resolve_ssd_backend("auto", "cuda") == "torch"
+    assert ssd.resolve_ssd_backend("auto", "cuda", torch.bfloat16) == "torch"
     with pytest.raises(
         KernelUnavailableError, match="cannot run on mamba-ssm's kernels here: mamba-ssm cannot be imported"
     ):
-        ssd.resolve_ssd_backend("mamba_ssm", "cuda")
+        ssd.resolve_ssd_backend("mamba_ssm", "cuda", torch.bfloat16)
 
 
 def test_without_a_gpu_the_reason_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert ssd.mamba_ssm_unavailable() == "no CUDA device"
     with pytest.raises(KernelUnavailableError, match="the tensors are on cpu, mamba-ssm needs CUDA"):
-        ssd.resolve_ssd_backend("mamba_ssm", "cpu")
+        ssd.resolve_ssd_backend("mamba_ssm", "cpu", torch.float32)
     with pytest.raises(
         UsageError, match="backend='fast' is unknown for the Mamba2 scan; expected auto, mamba_ssm, torch"
     ):
-        ssd.resolve_ssd_backend("fast", "cpu")
+        ssd.resolve_ssd_backend("fast", "cpu", torch.float32)
 
 
 def test_required_kernels_are_never_replaced():
@@ -242,7 +242,7 @@ def test_required_kernels_are_never_replaced():
     try:
         with pytest.raises(KernelUnavailableError, match="the Mamba2 scan cannot run on mamba-ssm's kernels here"):
             mamba2_scan(*(inputs(3)[n] for n in NAMES[:5]))
-        assert ssd.resolve_ssd_backend("torch", "cpu") == "torch"
+        assert ssd.resolve_ssd_backend("torch", "cpu", torch.float32) == "torch"
     finally:
         api.set_require_kernels(False)
 
@@ -265,7 +265,9 @@ def stand_in(monkeypatch):
     def update(state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False):
         assert (dt.shape, A.shape, dt_bias.shape) == (x.shape, (*x.shape[1:], B.shape[-1]), x.shape[1:])
         assert A.stride(-1) == A.stride(-2) == dt.stride(-1) == dt_bias.stride(-1) == 0  # one decay a head
+        assert D.shape == dt_bias.shape  # it reads the strides of both, given or not
         assert not dt_bias.any()
+        assert not D.any()
         y, new = loop(x.unsqueeze(1), dt[:, None, :, 0], A[:, 0, 0], B.unsqueeze(1), C.unsqueeze(1), state)
         state.copy_(new)
         return y[:, 0]
@@ -274,7 +276,7 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(ssd, "mamba_ssm_unavailable", lambda: None)
     monkeypatch.setattr(ssd, "_mamba_ssm", lambda: (scan, update))
     monkeypatch.setattr(
-        ssd, "resolve_ssd_backend", lambda name, device, dtype, *rest: real(name, "cuda", torch.float32, *rest)
+        ssd, "resolve_ssd_backend", lambda name, device, dtype, **how: real(name, "cuda", torch.bfloat16, **how)
     )
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
     return calls
@@ -314,11 +316,54 @@ def test_packed_documents_on_mamba_ssm(stand_in, relative):
         mamba2_scan(*args, cu_seqlens=cu, backend="mamba_ssm")
 
 
+@pytest.mark.parametrize(
+    ("dtype", "precision", "name", "how", "chosen"),
+    [
+        (torch.bfloat16, "highest", "auto", {}, "mamba_ssm"),
+        (torch.float32, "highest", "auto", {}, "torch"),
+        (torch.float32, "high", "auto", {}, "mamba_ssm"),
+        (torch.float32, "highest", "mamba_ssm", {}, "mamba_ssm"),
+        (torch.float32, "highest", "auto", {"one_token": True}, "mamba_ssm"),
+        (torch.float64, "high", "auto", {}, "torch"),
+    ],
+)
+def test_fp32_is_exact_unless_the_user_allows_tf32(monkeypatch, dtype, precision, name, how, chosen):
+    monkeypatch.setattr(ssd, "mamba_ssm_unavailable", lambda: None)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        assert ssd.resolve_ssd_backend(name, "cuda", dtype, **how) == chosen
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_required_kernels_say_how_fp32_gets_one(monkeypatch):
+    monkeypatch.setattr(ssd, "mamba_ssm_unavailable", lambda: None)
+    monkeypatch.setattr(api, "_required", True)
+    with pytest.raises(KernelUnavailableError, match=r"TF32; torch\.set_float32_matmul_precision\('high'\) allows it"):
+        ssd.resolve_ssd_backend("auto", "cuda", torch.float32)
+
+
 def test_a_state_that_is_not_needed_is_not_given():
     given = inputs(5)
     y, state = mamba2_scan(*(given[n] for n in NAMES[:5]), final_state=False)
     assert state is None
     assert torch.equal(y, mamba2_scan(*(given[n] for n in NAMES[:5]))[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(ssd.mamba_ssm_unavailable() is not None, reason="mamba-ssm cannot run here")
+def test_mamba_ssm_steps_equal_the_torch_form(relative):
+    given = {n: t.float().cuda() for n, t in inputs(3, P=64, N=128, decays=(-3, 0)).items()}
+    found = []
+    for backend in ("mamba_ssm", "torch"):
+        state, ys = given["state"].clone(), []
+        for t in range(3):
+            x, dt, B, C = (given[n][:, t].contiguous() for n in ("x", "dt", "B", "C"))
+            ys.append(mamba2_step(x, dt, given["A"], B, C, state, backend=backend))
+        found.append((torch.stack(ys), state))
+    for a, b in zip(*found, strict=True):
+        assert relative(a, b) < 1e-5  # fp32, sums without TF32
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from palimpsa_surgery.kernels.ssd import mamba_ssm_unavailable
 from transformers import DynamicCache
 
 pytestmark = [
@@ -9,8 +10,10 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-# (type, relative L2 of outputs, of gradients), against fp64 on the CPU
-TOLERANCES = [(torch.float32, 1e-4, 1e-3), (torch.bfloat16, 3e-2, 6e-2)]
+# (type, relative L2 of outputs, of gradients), against fp64 on the CPU. mamba-ssm rounds the states between chunks and
+# the products of queries and keys to bf16 as well, which the torch form keeps in fp32.
+BF16 = (3e-2, 6e-2) if mamba_ssm_unavailable() else (4.5e-2, 8e-2)
+TOLERANCES = [(torch.float32, 1e-4, 1e-3), (torch.bfloat16, *BF16)]
 
 
 @pytest.fixture(params=[{"palimpsa_layers": [0, 2]}, {"beta_groups": 2}, {"palimpsa_layers": []}], ids=str)
