@@ -141,7 +141,7 @@ def _options(version: Annotated[bool, typer.Option("--version", help="Print the 
 def demo(
     out: Annotated[str, typer.Option("-o", "--out", metavar="FOLDER", help="The folder to make.")] = "palimpsa-demo",
     tokens: Annotated[int | None, typer.Option(help="Of text to measure on (16384).")] = None,
-    steps: Annotated[int | None, typer.Option(help="Of fine-tuning (16).")] = None,
+    steps: Annotated[int | None, typer.Option(help="Of fine-tuning (48).")] = None,
     force: Force = False,
 ) -> None:
     """Run the whole pipeline on a small model that comes with this package."""

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 from palimpsa_surgery.base.errors import OutputExistsError
+from palimpsa_surgery.recipes import demo_plots
 from palimpsa_surgery.recipes.demo import DemoOptions, demo_commands, run_demo
+from palimpsa_surgery.recipes.loop import read_metrics
 
 SMALL = DemoOptions(layers=2, tokens=512, seq_len=64, steps=2, batch_size=1, loss_tokens=256, new_tokens=3)
 
@@ -16,7 +18,15 @@ def demo(tmp_path_factory):
 
 
 def test_every_stage_leaves_its_files(demo):
-    for name in ("profile.json", "profile.png", "plan.yaml", "report.md", "losses.png", "run/metrics.jsonl"):
+    for name in (
+        "profile.json",
+        "profile.png",
+        "plan.yaml",
+        "report.md",
+        "losses.png",
+        "importance.png",
+        "run/metrics.jsonl",
+    ):
         assert (demo.folder / name).is_file(), name
     for model in ("converted", "run/final"):
         assert (demo.folder / model / "model.safetensors").is_file()
@@ -30,6 +40,19 @@ def test_surgery_changes_nothing_and_fine_tuning_something(demo):
     assert [row[0] for row in demo.rows()] == ["source", "converted", "tuned"]
 
 
+def test_the_pictures_show_the_source_the_steps_and_every_head(demo, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(demo_plots, "_save", lambda figure, path: drawn.append(figure))
+    history = read_metrics(demo.folder / "run" / "metrics.jsonl")
+    demo_plots.plot_losses(history, {"converted": demo.gain("converted"), "tuned": demo.gain("tuned")}, tmp_path)
+    demo_plots.plot_importance(history, demo.head_ratios, tmp_path)
+    (source, tuned), (importance, grid) = drawn[0].axes[0].lines, drawn[1].axes[:2]
+    assert list(tuned.get_xdata()) == [0, 1, 2]
+    assert set(source.get_ydata()) == {tuned.get_ydata()[0]}
+    assert [line.get_label() for line in importance.lines] == [f"layer {layer}" for layer in demo.layers]
+    assert grid.images[0].get_array().shape == (2, 8)
+
+
 def test_held_out_documents_are_no_training_text(demo):
     train = set((demo.folder / "text" / "train.jsonl").read_text().splitlines())
     held_out = set((demo.folder / "text" / "held-out.jsonl").read_text().splitlines())
@@ -41,6 +64,7 @@ def test_the_report_shows_losses_texts_and_commands(demo):
     report = (demo.folder / "report.md").read_text()
     assert all(command in report for command in demo.commands)
     assert "![losses](losses.png)" in report
+    assert "![importance](importance.png)" in report
     assert "The CREATE TABLE statement" in report
     assert f"Layers {', '.join(map(str, demo.layers))} " in report
 
