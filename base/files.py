@@ -6,7 +6,6 @@ import contextlib
 import errno
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,17 +15,28 @@ from typing import Any
 import yaml
 
 from .errors import OutputError, OutputExistsError, PalimpsaError, SchemaError, UsageError
+from .siblings import lock, locked_folder, settle_leftovers, sibling, take_place
 
+_WINDOWS = os.name == "nt"
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
 def named_path(path: str | Path, what: str) -> Path:
-    """`path` as a `Path`; `UsageError` for an empty text, which `Path` would take for the current folder.
+    """`path` as a `Path`; `UsageError` for a name that no file can have.
 
-    An unset variable in a script gives such a text, and nobody means the current folder by it.
+    An unset variable in a script gives an empty text, which `Path` would take for the current folder.
     """
     if path == "":
         raise UsageError(f"the name of the {what} is empty; give one (. is the current folder)")
+    try:
+        os.stat(path)
+    except ValueError as error:  # a NUL, or what the encoding of file names does not hold
+        raise UsageError(f"{str(path)!r}: cannot be the name of the {what} ({error}); give another") from error
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):
+            raise UsageError(
+                f"{str(path)[:200]}: cannot be the {what} ({error.strerror}); give another name"
+            ) from error
     return Path(path)
 
 
@@ -98,7 +108,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 def _read_text(path: str | Path) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")  # editors on Windows put a mark in front
     except UnicodeDecodeError as error:
         raise SchemaError(
             f"{path}: is not UTF-8 text ({error.reason} at byte {error.start}); write it again"
@@ -123,9 +133,11 @@ def write_bytes(path: str | Path, content: bytes) -> None:
             return
         path = path.resolve()
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = _temporary_sibling(path)
+        settle_leftovers(path)
+        temporary = sibling(path, "tmp")
         try:
             with open(temporary, "xb") as stream:
+                lock(stream.fileno())
                 stream.write(content)
                 stream.flush()
                 os.fsync(stream.fileno())
@@ -146,12 +158,23 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def refuse_existing(path: str | Path, *, force: bool) -> None:
-    """Raises `OutputExistsError` for a file, or a folder with something in it, unless `force`."""
+    """Raises `OutputExistsError` for a file, or a folder with something in it, unless `force`.
+
+    Also `OutputError` where nothing can be written at all, so that a run does not work for hours before it says so.
+    """
     path = named_path(path, "output")
-    if force or not path.exists() or (path.is_dir() and not any(path.iterdir())):
-        return
-    kind = "folder that is not empty" if path.is_dir() else "file"
-    raise OutputExistsError(f"{path}: is a {kind}; choose another output, or give --force to replace it")
+    with _disk_errors(path, every=True):
+        settle_leftovers(path.resolve())
+        if path.exists() and not path.is_file() and not path.is_dir():
+            return  # /dev/stdout
+        if not force and path.exists() and not (path.is_dir() and not any(path.iterdir())):
+            kind = "folder that is not empty" if path.is_dir() else "file"
+            raise OutputExistsError(f"{path}: is a {kind}; choose another output, or give --force to replace it")
+        parent = next(folder for folder in path.resolve().parents if folder.exists())
+        if not parent.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, f"{parent} is a file")
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, f"the folder {parent} is not writable")
 
 
 def refuse_file_name(path: str | Path, *suffixes: str) -> None:
@@ -167,21 +190,26 @@ def refuse_file_name(path: str | Path, *suffixes: str) -> None:
         raise UsageError(f"{path}: is no name for this output; {expected}")
 
 
-def refuse_to_delete(path: str | Path, *inputs: str | Path) -> None:
+def refuse_to_delete(path: str | Path, *inputs: str | Path | None) -> None:
     """Raises `OutputExistsError` when replacing `path` would delete an input, or the folder that the user works in.
 
-    `--force` replaces a folder as a whole. An input that is `path` itself is what the user named; one that only lies
-    somewhere below it, like the current and the home directory, would go by accident.
+    `--force` replaces a file or folder as a whole: what is read from it, or from below it, would be gone.
+
+    Args:
+        path: the output.
+        inputs: what the run reads; a None, or a name that is no file or folder here, is passed over.
     """
     path = named_path(path, "output")
-    if not path.is_dir():
+    if not path.exists():
         return
     whole, here = path.resolve(), Path.cwd()
-    below = [Path(kept).resolve() for kept in inputs if whole in Path(kept).resolve().parents]
-    below += [kept for kept in (here, Path.home()) if whole in (kept, *kept.parents)]
+    kept = [Path(name).resolve() for name in inputs if name is not None and os.path.exists(name)]
+    kept += [here, Path.home()] if path.is_dir() else []
+    below = [one for one in kept if whole in (one, *one.parents)]
     if below:
+        where = "is" if below[0] == whole else "lies in"
         raise OutputExistsError(
-            f"{path}: replacing this folder would delete {below[0].name or below[0]}, which is in use and lies in it; "
+            f"{path}: replacing this would delete {below[0].name or below[0]}, which is in use and {where} it; "
             "choose another output"
         )
 
@@ -191,8 +219,8 @@ def output_folder(path: str | Path, *, force: bool = False) -> Iterator[Path]:
     """Yields a temporary sibling of `path` that takes its place only when the block ends without an error.
 
     Every file is flushed to the disk before the folder gets its name, so a full disk is noticed in time. A killed
-    process leaves at most siblings named `.NAME.tmp-*`, never a half-valid `path`. With `force` the old content is
-    replaced as a whole after the new one is complete, and put back if the new one cannot take its place.
+    process leaves at most hidden siblings (see `settle_leftovers`), never a half-valid `path`. With `force` the old
+    content is replaced as a whole after the new one is complete, and put back if the new one cannot take its place.
 
     Raises:
         OutputExistsError: `path` exists, is not empty, and `force` is false; or it holds the current folder.
@@ -201,20 +229,20 @@ def output_folder(path: str | Path, *, force: bool = False) -> Iterator[Path]:
     refuse_existing(path, force=force)
     refuse_to_delete(path)
     path = Path(path).resolve()
-    with _disk_errors(path, every=True):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = _temporary_sibling(path)
-        temporary.mkdir()
-    try:
-        with _disk_errors(path, every=False):
-            yield temporary
+    with contextlib.ExitStack() as held:
         with _disk_errors(path, every=True):
-            _flush(_files_below(temporary))
-            refuse_existing(path, force=force)  # another process may have been faster
-            _take_place(temporary, path)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = locked_folder(path, held)
+        try:
+            with _disk_errors(path, every=False):
+                yield temporary
+            with _disk_errors(path, every=True):
+                _flush(_files_below(temporary))
+                refuse_existing(path, force=force)  # another process may have been faster
+                take_place(temporary, path)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
 
 
 @contextlib.contextmanager
@@ -230,27 +258,6 @@ def flushing(folder: str | Path) -> Iterator[None]:
         flushed.result()
 
 
-def _take_place(temporary: Path, path: Path) -> None:
-    """Renames `temporary` to `path`; what was there is removed afterwards, or put back on failure."""
-    old = _temporary_sibling(path) if path.exists() else None
-    if old is not None:
-        os.replace(path, old)
-    try:
-        os.replace(temporary, path)
-    except BaseException:
-        if old is not None:
-            os.replace(old, path)
-        raise
-    if old is not None and old.is_dir():
-        shutil.rmtree(old, ignore_errors=True)
-    elif old is not None:
-        old.unlink()
-
-
-def _temporary_sibling(path: Path) -> Path:
-    return path.parent / f".{path.name}.tmp-{secrets.token_hex(4)}"
-
-
 def _files_below(folder: Path) -> list[Path]:
     return [file for file in folder.rglob("*") if file.is_file() and not file.is_symlink()]
 
@@ -258,7 +265,7 @@ def _files_below(folder: Path) -> list[Path]:
 def _flush(files: list[Path]) -> None:
     """fsync of every file: an error of a delayed write shows here, not after the rename."""
     for file in files:
-        handle = os.open(file, os.O_RDONLY)
+        handle = os.open(file, os.O_RDWR if _WINDOWS else os.O_RDONLY)  # Windows flushes none that is only read
         try:
             os.fsync(handle)
         finally:

@@ -189,31 +189,6 @@ def test_another_os_error_inside_the_block_is_not_blamed_on_the_output(tmp_path)
     assert siblings(tmp_path) == []
 
 
-@pytest.mark.parametrize("failing", ["fsync", "replace"])
-def test_the_old_folder_comes_back_when_the_new_one_cannot_take_its_place(tmp_path, monkeypatch, failing):
-    path = tmp_path / "out"
-    path.mkdir()
-    (path / "old").write_text("old")
-    real, calls = os.replace, []
-
-    def replace(source, target):
-        calls.append((source, target))
-        if failing == "replace" and len(calls) == 2:
-            raise OSError(errno.EBUSY, "Device or resource busy")
-        real(source, target)
-
-    def fsync(handle):
-        if failing == "fsync":
-            raise OSError(errno.EDQUOT, "Disk quota exceeded")
-
-    monkeypatch.setattr(files.os, "replace", replace)
-    monkeypatch.setattr(files.os, "fsync", fsync)
-    with pytest.raises(OutputError, match=r"busy|quota"), files.output_folder(path, force=True) as folder:
-        (folder / "new").write_text("new")
-    assert siblings(path) == ["old"]
-    assert siblings(tmp_path) == ["out"]
-
-
 def test_an_output_that_appears_meanwhile_is_not_replaced(tmp_path):
     with pytest.raises(OutputExistsError, match="--force"), files.output_folder(tmp_path / "out") as folder:
         (folder / "mine").write_text("slow")
@@ -223,15 +198,46 @@ def test_an_output_that_appears_meanwhile_is_not_replaced(tmp_path):
     assert siblings(tmp_path / "out") == ["theirs"]
 
 
-def test_a_killed_process_leaves_no_half_valid_folder(tmp_path):
-    child = os.fork()
-    if child == 0:
-        with files.output_folder(tmp_path / "out") as folder:
-            (folder / "config.json").write_text("{}")
-            os.kill(os.getpid(), 9)
-    os.waitpid(child, 0)
-    assert not (tmp_path / "out").exists()
-    assert all(name.startswith(".out.tmp-") for name in siblings(tmp_path))
+def test_windows_flushes_through_handles_that_may_write(tmp_path, monkeypatch):
+    modes, real = [], os.open
+    monkeypatch.setattr(files, "_WINDOWS", True)
+    monkeypatch.setattr(files.os, "open", lambda path, flags, *rest: modes.append(flags) or real(path, flags, *rest))
+    (tmp_path / "a").write_text("a")
+    files._flush([tmp_path / "a"])
+    assert modes == [os.O_RDWR]
+
+
+def loop(folder):
+    (folder / "loop").symlink_to(folder / "loop")
+    return folder / "loop"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (lambda folder: f"{folder}/a\0b", r"a\\x00b.*cannot be the name of the output"),
+        (loop, "loop: cannot be the output .Too many levels of symbolic links"),
+        (lambda folder: folder / ("x" * 5000), "x: cannot be the output .File name too long"),
+    ],
+    ids=["NUL", "loop", "long"],
+)
+@pytest.mark.parametrize("use", [files.write_json, lambda path, _: files.refuse_existing(path, force=True)])
+def test_names_that_no_file_can_have(tmp_path, name, message, use):
+    with pytest.raises(UsageError, match=message):
+        use(name(tmp_path), {})
+
+
+@pytest.mark.parametrize("name", ["out", "deep/er/out"])
+def test_a_place_that_is_not_writable_is_refused_before_the_work(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(files.os, "access", lambda path, mode: False)
+    with pytest.raises(OutputError, match=r"not writable.*choose another output"):
+        files.refuse_existing(tmp_path / name, force=True)
+
+
+@pytest.mark.parametrize(("load", "text"), [(files.load_json, '{"a": 1}'), (files.load_yaml, "a: 1")])
+def test_a_byte_order_mark_is_read_over(tmp_path, load, text):
+    (tmp_path / "a").write_text(text, encoding="utf-8-sig")
+    assert load(tmp_path / "a") == {"a": 1}
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
@@ -277,7 +283,8 @@ def test_a_forced_replacement_never_deletes_an_input_inside_it(tmp_path, where):
     kept.mkdir(parents=True)
     with pytest.raises(OutputExistsError, match="would delete source, which is in use"):
         files.refuse_to_delete(whole, kept)
-    files.refuse_to_delete(kept, kept)  # named by the user
+    with pytest.raises(OutputExistsError, match="would delete source, which is in use and is it"):
+        files.refuse_to_delete(kept, kept)
     files.refuse_to_delete(kept, whole)
     files.refuse_to_delete(tmp_path / "models-2", kept)
 
@@ -289,6 +296,12 @@ def test_a_forced_replacement_never_deletes_the_current_folder(tmp_path, monkeyp
     monkeypatch.chdir(here)
     with pytest.raises(OutputExistsError, match="would delete here"):
         files.refuse_to_delete(output)
+
+
+def test_a_forced_replacement_never_deletes_an_input_file(tmp_path):
+    (tmp_path / "text.json").write_text("[]")
+    with pytest.raises(OutputExistsError, match=r"would delete text\.json, which is in use and is it"):
+        files.refuse_to_delete(tmp_path / "text.json", None, tmp_path / "text.json")
 
 
 def test_flushing_takes_the_files_that_are_there_and_lets_the_block_work(tmp_path, monkeypatch):
