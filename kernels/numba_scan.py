@@ -27,7 +27,7 @@ from .torch_chunk import step
 
 __all__ = ["scan", "step", "unavailable"]
 
-DEFAULT_CHUNK = 128
+DEFAULT_CHUNK = 256
 # Shares of a group's channels: each has a dq and dk of its own, and so many threads can work on one sequence.
 _SLICES = 16
 # Element-steps (a key of a channel for one token) below which other threads start too late to help.
