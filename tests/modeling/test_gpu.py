@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from palimpsa_surgery.kernels.ssd import mamba_ssm_unavailable
 from transformers import DynamicCache
 
 pytestmark = [
@@ -10,23 +9,49 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-# (type, relative L2 of outputs, of gradients), against fp64 on the CPU. mamba-ssm rounds the states between chunks and
-# the products of queries and keys to bf16 as well, which the torch form keeps in fp32.
-BF16 = (3e-2, 6e-2) if mamba_ssm_unavailable() else (4.5e-2, 8e-2)
-TOLERANCES = [(torch.float32, 1e-4, 1e-3), (torch.bfloat16, *BF16)]
+DTYPES = (torch.float32, torch.bfloat16)
+FP32 = {"forward": 1e-4, "backward": 1e-3}  # relative L2 to fp64 on the CPU
+# These models are lively: rounding to bf16 alone moves their logits by 1 to 4 % and their gradients by
+# 7 to 26 %. What kernels add is held against that: at most twice the error of the same model in plain torch on the CPU,
+# for single rows, too, and for mamba-ssm, which also rounds states between chunks to bf16.
+BF16_OVER_TORCH = 2.0
 
 
 @pytest.fixture(params=[{"palimpsa_layers": [0, 2]}, {"beta_groups": 2}, {"palimpsa_layers": []}], ids=str)
 def models(request, lively_model):
-    """A model in fp64 on the CPU, and a function that makes the same one on the GPU."""
+    """A model in fp64 on the CPU, and a function that makes the same one elsewhere."""
     over = {"hidden_size": 64, "num_heads": 8, "head_dim": 16, "state_size": 16, "beta_groups": 16, **request.param}
-    return lively_model(**over).double(), lambda dtype: lively_model(**over).cuda().to(dtype)
+    return lively_model(**over).double(), lambda dtype, device="cuda": lively_model(**over).to(device, dtype)
 
 
-@pytest.mark.parametrize(("dtype", "forward", "_backward"), TOLERANCES, ids=str)
-def test_forms(models, ids, rel, dtype, forward, _backward):
+@pytest.fixture
+def limit(models, ids, rel):
+    """limit(dtype, "forward" or "backward")."""
     oracle, build = models
-    model, device_ids = build(dtype), ids.cuda()
+
+    def of(dtype, what):
+        if dtype == torch.float32:
+            return FP32[what]
+        plain = build(dtype, "cpu")
+        if what == "forward":
+            with torch.no_grad():
+                return BF16_OVER_TORCH * rel(plain(ids).logits, oracle(ids).logits)
+        return BF16_OVER_TORCH * rel(gradients(plain, ids), gradients(oracle, ids))
+
+    return of
+
+
+def gradients(model, ids):
+    """All of them in one vector."""
+    model.zero_grad()
+    model.train()(ids, labels=ids).loss.backward()
+    return torch.cat([p.grad.double().cpu().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_forms(models, ids, rel, limit, dtype):
+    oracle, build = models
+    model, device_ids, forward = build(dtype), ids.cuda(), limit(dtype, "forward")
     with torch.no_grad():
         expected = oracle(ids).logits
         assert rel(model(device_ids).logits.cpu(), expected) < forward
@@ -44,15 +69,11 @@ def test_forms(models, ids, rel, dtype, forward, _backward):
         assert rel(packed.view(2, 37, -1).cpu(), expected) < forward
 
 
-@pytest.mark.parametrize(("dtype", "_forward", "backward"), TOLERANCES, ids=str)
-def test_gradients(models, ids, rel, dtype, _forward, backward):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients(models, ids, rel, limit, dtype):
     oracle, build = models
-    model = build(dtype)
-    oracle.train()(ids, labels=ids).loss.backward()
-    model.train()(ids.cuda(), labels=ids.cuda()).loss.backward()
-    expected = torch.cat([p.grad.flatten() for p in oracle.parameters()])
-    actual = torch.cat([p.grad.double().cpu().flatten() for p in model.parameters()])
-    assert rel(actual, expected) < backward
+    found = gradients(build(dtype), ids.cuda())
+    assert rel(found, gradients(oracle, ids)) < limit(dtype, "backward")
 
 
 @torch.no_grad()
