@@ -31,6 +31,7 @@ from common import provenance
 SHAPES = {
     "tiny": {"d_model": 64, "n_layer": 4, "vocab_size": 500},
     "130m": {"d_model": 768, "n_layer": 24, "vocab_size": 50277},
+    "1.3b": {"d_model": 2048, "n_layer": 48, "vocab_size": 50277},
     "2.7b": {"d_model": 2560, "n_layer": 64, "vocab_size": 50277},
 }
 HEAD_DIM, STATE, PADDING = 64, 128, 16

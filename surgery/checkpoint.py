@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,7 +27,7 @@ from .sources import (
     tokenizer_files,
     weight_files,
 )
-from .weights import Extent, TensorInfo, WeightsFile
+from .weights import PIECE_BYTES, Extent, TensorInfo, WeightsFile
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +144,14 @@ class Checkpoint:
         self._look(found.entry.source_name for found in self._located.values())
         for name in self.tensors:
             self.check(name)
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """The values of `load(name)` in row-major order, in pieces [n]; each is good until the next is asked for."""
+        located = self._located[name]
+        if located.rule.transform is None:
+            yield from located.file.pieces(located.entry.source_name)
+        else:
+            yield from self.load(name).reshape(-1).split(PIECE_BYTES // located.entry.dtype.itemsize)
 
     def extent(self, name: str) -> Extent | None:
         """Where the bytes of `load(name)` lie in a file, or None when they do not lie in one piece as they are."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -151,22 +152,26 @@ def verify_tensors(checkpoint: Checkpoint, folder: Path) -> int:
     for name in progress(list(checkpoint.tensors), "checking tensors"):
         if name not in written.tensors:
             raise VerificationError(f"{name}: is in the source but not in what was written; nothing was kept")
-        if not _same(checkpoint.load(name), written.load(name)):
+        if not _same(checkpoint, written, name):
             raise VerificationError(
                 f"{name}: what was written differs from the source's tensor; nothing was kept, convert again"
             )
     return len(checkpoint.tensors)
 
 
-def _same(source: Tensor, written: Tensor) -> bool:
-    if source.shape != written.shape:
+def _same(source: Checkpoint, written: Checkpoint, name: str) -> bool:
+    one, two = source.tensors[name], written.tensors[name]
+    if one.shape != two.shape:
         return False
-    pieces = zip(source.reshape(-1).split(_PIECE), written.reshape(-1).split(_PIECE), strict=True)
-    return all(torch.equal(_bits(one.to(two.dtype)), _bits(two)) for one, two in pieces)
+    if one.dtype == two.dtype:
+        pairs = zip(source.pieces(name), written.pieces(name), strict=True)
+    else:
+        pairs = iter([(source.load(name).to(two.dtype), written.load(name))])
+    return all(np.array_equal(_bits(one), _bits(two)) for one, two in pairs)
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
+def _bits(tensor: Tensor) -> np.ndarray:
+    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 def verify_layers(checkpoint: Checkpoint, folder: Path, plan: Plan) -> dict[int, tuple[float, float]]:

@@ -89,7 +89,7 @@ class WeightsFile(ABC):
         """
         if name not in self._contents:
             checksum, finite = 0, True
-            for piece in self._pieces(name) if tensor is None else tensor.reshape(-1).split(PIECE_BYTES):
+            for piece in self.pieces(name) if tensor is None else tensor.reshape(-1).split(PIECE_BYTES):
                 checksum = zlib.crc32(memoryview(piece.view(torch.uint8).numpy()), checksum)
                 finite = finite and _is_finite(piece)
             self._contents[name] = self._checked(name, Contents(checksum, finite))
@@ -99,11 +99,11 @@ class WeightsFile(ABC):
         """The contents again, where nothing in the file contradicts them."""
         return contents
 
-    def _pieces(self, name: str) -> Iterator[torch.Tensor]:
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
         """The values of a tensor in row-major order, in pieces [n]; each is good until the next is asked for."""
         offset = self.offset(name)
         if offset is None:
-            yield from self.load(name).reshape(-1).split(PIECE_BYTES)
+            yield from self.load(name).reshape(-1).split(PIECE_BYTES // self.tensors[name].dtype.itemsize)
             return
         shape, dtype, _ = self.tensors[name]
         size = torch.Size(shape).numel() * dtype.itemsize
