@@ -22,14 +22,16 @@ _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
 def named_path(path: str | Path, what: str) -> Path:
-    """`path` as a `Path`; `UsageError` for a name that no file can have.
+    """`path` as a `Path`, `~` expanded; `UsageError` for a name that no file can have.
 
-    An unset variable in a script gives an empty text, which `Path` would take for the current folder.
+    An unset variable in a script gives an empty text, which `Path` would take for the current folder. A shell expands
+    `~` at the start of a word alone, not in `key=~/file` or in a recipe.
     """
     if path == "":
         raise UsageError(f"the name of the {what} is empty; give one (. is the current folder)")
+    expanded = os.path.expanduser(path)
     try:
-        os.stat(path)
+        os.stat(expanded)
     except ValueError as error:  # a NUL, or what the encoding of file names does not hold
         raise UsageError(f"{str(path)!r}: cannot be the name of the {what} ({error}); give another") from error
     except OSError as error:
@@ -37,7 +39,7 @@ def named_path(path: str | Path, what: str) -> Path:
             raise UsageError(
                 f"{str(path)[:200]}: cannot be the {what} ({error.strerror}); give another name"
             ) from error
-    return Path(path)
+    return Path(expanded)
 
 
 def dump_json(value: Any) -> str:

@@ -6,75 +6,90 @@ cut into windows of equal length. The result depends on the text, the seed and t
 
 from __future__ import annotations
 
-import gzip
-import json
 import logging
+import os
 import random
-import zlib
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .console import counted, human_bytes
+from .console import counted
 from .errors import CheckpointError, DataError, UsageError
 from .files import named_path
+from .records import ASSETS, EMBEDDED_TEXT, iter_records, looks_like_path, records_of_file
 
 logger = logging.getLogger(__name__)
 
-EMBEDDED_TEXT = "embedded:sqlite-docs"
 EMBEDDED_CHECKPOINT = "embedded:mamba2-docs-1m"
-_ASSETS = Path(__file__).resolve().parent.parent / "assets"
-TEXT_SUFFIXES = (".jsonl", ".json", ".txt")
 _MOST_DIGITS = 18
 _POOL_CHARACTERS = 64 << 20
 """Of a larger text only the first 64 Mi characters are shuffled: a window needs no more, and memory has an end."""
-
-
-def embedded_text_path() -> Path:
-    """The public-domain documentation of SQLite that stands in when no text is given."""
-    return _ASSETS / "sqlite-docs.jsonl.gz"
+PIECE_CHARACTERS = 1 << 20
+"""A longer document is tokenised in pieces, so that memory has an end."""
 
 
 def embedded_checkpoint_path() -> Path:
     """A small, really pretrained Mamba2 in mamba_ssm's own layout: what `palimpsa demo` works on."""
-    return _ASSETS / "mamba2-docs-1m"
+    return ASSETS / "mamba2-docs-1m"
 
 
 def data_name(data: str | Path | None) -> str:
     """How outputs name the text: the embedded one, a file's name without its folder, or a dataset's id."""
     if data is None or str(data) == EMBEDDED_TEXT:
         return EMBEDDED_TEXT
-    return Path(data).resolve().name if Path(data).exists() or _looks_like_path(data) else str(data)
+    path = os.path.expanduser(data)
+    return os.path.basename(os.path.realpath(path)) if os.path.exists(path) or looks_like_path(data) else str(data)
 
 
-def iter_documents(data: str | Path | None = None) -> Iterator[str]:
+def iter_documents(data: str | Path | None = None, *, longest: int | None = None) -> Iterator[str]:
     """The documents of a file, a folder of files, a dataset of the Hub, or (None) the embedded text.
 
     Files: `.jsonl` (an object with `text`, or a string, on each line), `.json` (a list of such, or one), `.txt` (one
-    document), and each of them with `.gz`. A dataset is `owner/name`, optionally `owner/name:config:split`, and needs
-    the package `datasets`.
+    document), each of them with `.gz` too, and `.parquet` (a column `text`; needs pyarrow). A dataset is `owner/name`,
+    optionally `owner/name:config:split`, and needs the package `datasets`.
+
+    Args:
+        data: what to read.
+        longest: characters of a `.txt` after which it is cut; None reads it whole.
 
     Raises:
         DataError: what cannot be read, as `file:line`.
         UsageError: an empty name.
     """
-    if data is None or str(data) == EMBEDDED_TEXT:
-        data = embedded_text_path()
-    path = named_path(data, "text")
-    if path.is_dir():
-        files = [file for file in sorted(path.rglob("*")) if file.is_file() and _format(file)]
-        if not files:
-            raise DataError(f"{path}: holds no {', '.join(TEXT_SUFFIXES)} file (nor .gz of one); choose another --data")
-        for file in files:
-            yield from documents_of_file(file)
-    elif path.is_file():
-        yield from documents_of_file(path)
-    elif _looks_like_path(data):
-        raise DataError(f"{path}: does not exist; give a file, a folder or a dataset's id as --data")
+    records = iter_records(EMBEDDED_TEXT if data is None else data, longest=longest)
+    yield from _texts(records, data_name(data))
+
+
+def documents_of_file(path: Path, *, most_bytes: int | None = None) -> Iterator[str]:
+    """The documents of one file; arguments and errors as for `base.records.records_of_file`."""
+    yield from _texts(records_of_file(path, most_bytes=most_bytes), str(path))
+
+
+def _texts(records: Iterable[tuple[str, Any]], name: str) -> Iterator[str]:
+    found = False
+    for where, value in records:
+        text = _field(value, where)
+        if text.strip():
+            found = True
+            yield text
+    if not found:
+        raise DataError(f"{name}: holds no text; give a file with at least one document")
+
+
+def _field(value: Any, where: str) -> str:
+    text = value.get("text") if isinstance(value, dict) else value
+    if isinstance(text, str):
+        return text
+    if not isinstance(value, dict):
+        found = f"a {type(value).__name__}"
+    elif "text" in value:
+        found = f'a {type(text).__name__} as "text"' if text is not None else 'null as "text"'
     else:
-        yield from _documents_of_dataset(str(data))
+        found = f"keys {', '.join(value)}"
+    raise DataError(f'{where}: has {found}; expected a string, or an object with the string "text"')
 
 
 def parse_numbers(option: str, text: str) -> tuple[int, ...]:
@@ -86,112 +101,6 @@ def parse_numbers(option: str, text: str) -> tuple[int, ...]:
     if longest > _MOST_DIGITS:
         raise UsageError(f"{option} {text[:12]}...: has a number of {longest:,} digits; give smaller ones")
     return tuple(int(part) for part in parts)
-
-
-def _looks_like_path(data: str | Path) -> bool:
-    text = str(data)
-    return (
-        isinstance(data, Path) or text.startswith((".", "/", "~")) or text.count("/") > 1 or bool(_format(Path(text)))
-    )
-
-
-def _format(path: Path) -> str | None:
-    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-    return suffix if suffix in TEXT_SUFFIXES else None
-
-
-def documents_of_file(path: Path, *, most_bytes: int | None = None) -> Iterator[str]:
-    """The documents of one file.
-
-    Args:
-        path: of one of the kinds that `iter_documents` reads.
-        most_bytes: read no more than so many, decompressed: the whole lines of them in a `.jsonl`.
-
-    Raises:
-        DataError: what cannot be read, as `file:line`; a file of another kind that has more than `most_bytes`.
-    """
-    kind = _format(path)
-    if kind is None:
-        raise DataError(f"{path}: is of no known kind; expected {', '.join(TEXT_SUFFIXES)} or .gz of one")
-    found = False
-    try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as stream:
-            for line, content in _pieces(stream, kind, path, most_bytes):
-                for text in _texts_of(content, kind, path, line):
-                    if text.strip():
-                        found = True
-                        yield text
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read ({error}); fetch or write the file again") from error
-    if not found:
-        raise DataError(f"{path}: holds no text; give a file with at least one document")
-
-
-def _pieces(stream: Any, kind: str, path: Path, most: int | None) -> Iterator[tuple[int | None, bytes]]:
-    if kind == ".jsonl":
-        lines = stream if most is None else _first_lines(stream, most)
-        yield from ((number, line) for number, line in enumerate(lines, 1) if line.strip())
-        return
-    content = stream.read() if most is None else stream.read(most + 1)
-    if most is not None and len(content) > most:
-        raise DataError(f"{path}: has more than {human_bytes(most)}; give it as .jsonl, which is read line by line")
-    yield None, content
-
-
-def _first_lines(stream: Any, most: int) -> Iterator[bytes]:
-    """The whole lines among the first `most` bytes."""
-    while most > 0 and (line := stream.readline(most)):
-        most -= len(line)
-        if most > 0 or line.endswith(b"\n"):
-            yield line
-
-
-def _texts_of(content: bytes, kind: str, path: Path, line: int | None) -> list[str]:
-    where = f"{path}:{line}" if line else str(path)
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: is not UTF-8 ({error.reason} at byte {error.start}); convert the file") from error
-    if kind == ".txt" or not text.strip():
-        return [text]
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        where = where if line else f"{path}:{error.lineno}"
-        raise DataError(f"{where}: is not JSON ({error.msg}); expected an object with a text") from error
-    if kind == ".json" and isinstance(value, list):
-        return [_field(item, f"{path}[{index}]") for index, item in enumerate(value)]
-    return [_field(value, where)]
-
-
-def _field(value: Any, where: str) -> str:
-    if isinstance(value, dict) and isinstance(value.get("text"), str):
-        return value["text"]
-    if isinstance(value, str):
-        return value
-    found = f"keys {', '.join(value)}" if isinstance(value, dict) else f"a {type(value).__name__}"
-    raise DataError(f'{where}: has {found}; expected a string, or an object with the string "text"')
-
-
-def _documents_of_dataset(name: str) -> Iterator[str]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(
-            f"{name}: is no file, and reading it as a dataset of the Hub needs the package datasets; "
-            f"install palimpsa-surgery[train]"
-        ) from error
-    repository, _, rest = name.partition(":")
-    config, _, split = rest.rpartition(":")
-    try:
-        rows = datasets.load_dataset(repository, config or None, split=split or "train", streaming=True)
-        for index, row in enumerate(rows):
-            yield _field(row, f"{name}[{index}]")
-    except (OSError, ValueError, RuntimeError) as error:
-        if isinstance(error, DataError):
-            raise
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(f"{name}: is neither a file here nor a dataset that can be loaded ({reason})") from error
 
 
 def load_tokenizer(source: str | Path, *, revision: str | None = None, token: str | None = None) -> Any:
@@ -214,10 +123,37 @@ def load_tokenizer(source: str | Path, *, revision: str | None = None, token: st
         ) from error
 
 
-def tokenize_documents(documents: Iterable[str], tokenizer: Any) -> Iterator[list[int]]:
-    """The token ids of each document, no special token added."""
+def tokenize_documents(
+    documents: Iterable[str], tokenizer: Any, *, limit: int | None = None, **options: Any
+) -> Iterator[list[int]]:
+    """The token ids of each document, no special token added.
+
+    Args:
+        documents: the texts.
+        tokenizer: of the model.
+        limit: a document longer than one piece is not tokenised beyond so many tokens.
+        options: of the tokenizer's call.
+    """
     for document in documents:
-        yield tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
+        ids: list[int] = []
+        for piece in _pieces(document):
+            ids += tokenizer(piece, add_special_tokens=False, verbose=False, **options)["input_ids"]
+            if limit is not None and len(ids) >= limit:
+                break
+        yield ids
+
+
+def _pieces(document: str) -> Iterator[str]:
+    """A long document cut before a single space or after a line end, where the tokens of nearly all tokenizers end."""
+    start = 0
+    while len(document) - start > PIECE_CHARACTERS:
+        stop = start + PIECE_CHARACTERS
+        near = max(start + 1, stop - 4096)
+        border = next(re.finditer(r"(?<=\S)(?= \S)|(?<=\n)(?=\S)", document[near:stop]), None)
+        stop = near + border.start() if border else stop
+        yield document[start:stop]
+        start = stop
+    yield document[start:]
 
 
 def token_windows(
@@ -254,7 +190,9 @@ def token_windows(
             f"{counted(tokens, 'token')} cannot fill one window of {seq_len:,}; raise --tokens or lower --seq-len"
         )
     count = tokens // seq_len
-    stream = _token_stream(_shuffled(iter_documents(data), seed), tokenizer, count * seq_len * spread)
+    stream = _token_stream(
+        _shuffled(iter_documents(data, longest=_POOL_CHARACTERS), seed), tokenizer, count * seq_len * spread
+    )
     if vocab_size is not None and len(stream) and stream.max() >= vocab_size:
         raise CheckpointError(
             f"the tokenizer gives the id {stream.max()} but the model's embedding has {vocab_size} rows; "
@@ -292,7 +230,7 @@ def _shuffled(documents: Iterable[str], seed: int) -> list[str]:
 def _token_stream(documents: Iterable[str], tokenizer: Any, limit: int) -> np.ndarray:
     ids: list[int] = []
     separator = tokenizer.eos_token_id
-    for document in tokenize_documents(documents, tokenizer):
+    for document in tokenize_documents(documents, tokenizer, limit=limit):
         ids.extend(document)
         if separator is not None:
             ids.append(separator)

@@ -12,7 +12,7 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 
 from ..base.errors import UsageError
-from ..base.files import load_yaml
+from ..base.files import load_yaml, named_path
 from ..base.schemas import StrictModel, StrictPart, dump_yaml, validate_model
 
 MODES = ("full", "new", "new+swapped", "lora", "qlora")
@@ -33,6 +33,7 @@ class DataRecipe(StrictPart):
     val: str | list[str] | None = None
     val_fraction: float = Field(0.02, ge=0, lt=1)
     chat: bool = False
+    special_tokens: Literal["parse", "text"] = "parse"
     tokenizer: str | None = None
     max_tokens: int | None = Field(None, ge=1)
     seq_len: int = Field(2048, ge=2)
@@ -178,7 +179,7 @@ def shipped_recipes() -> dict[str, Path]:
 
 def find_recipe(name_or_file: str | Path) -> Path:
     """The file of a recipe: a path, or the name of a shipped one; `UsageError` lists the shipped ones."""
-    path = Path(name_or_file)
+    path = named_path(name_or_file, "recipe")
     if path.is_file():
         return path
     shipped = shipped_recipes()

@@ -31,7 +31,7 @@ from .loop import Training, read_metrics, train, write_metrics_file
 from .losses import CausalLoss
 from .modes import ADAPTER_MODES, prepare_mode
 from .optim import make_optimizer
-from .packing import TokenStream, Window, split_documents
+from .packing import TokenStream, Window, shared_documents, split_documents
 
 logger = logging.getLogger(__name__)
 
@@ -241,7 +241,7 @@ def open_streams(accelerator: Any, recipe: Recipe, tokenizer: Any, vocab_size: i
         raise UsageError(
             "data.train: is missing; give a file, a folder or the id of a dataset, such as data.train=text.jsonl"
         )
-    options = {"chat": data.chat, "cache": data.cache}
+    options = {"chat": data.chat, "special_tokens": data.special_tokens, "cache": data.cache}
     with accelerator.local_main_process_first():
         store = open_text(data.train, tokenizer, max_tokens=data.max_tokens, **options)
         held_out = open_text(data.val, tokenizer, **options) if data.val is not None else None
@@ -253,6 +253,9 @@ def open_streams(accelerator: Any, recipe: Recipe, tokenizer: Any, vocab_size: i
             )
     reset = data.packing == "documents"
     if held_out is not None:
+        shared = shared_documents(store, held_out)
+        if shared:
+            logger.warning("%d of the %d documents of data.val are in data.train too", shared, held_out.documents)
         training = TokenStream(store, seed=recipe.seed, reset=reset)
         return training, TokenStream(held_out, reset=reset).windows(recipe.eval_windows, data.seq_len)
     kept, out = split_documents(store, data.val_fraction)

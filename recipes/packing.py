@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -115,18 +117,55 @@ class TokenStream:
 
 
 def split_documents(store: TokenStore, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Documents for training and for validation: the same split at every seed, no document in both.
+    """Documents for training and for validation: the same split at every seed.
+
+    Copies of a document are on one side, and so is all that came from one conversation.
 
     Raises:
         DataError: one document cannot be split.
     """
     if fraction == 0:
         return np.arange(store.documents), np.empty(0, np.int64)
-    if store.documents < 2:
-        raise DataError("the text is a single document and cannot be split; give data.val, or set data.val_fraction=0")
-    order = np.random.Generator(np.random.PCG64(_SPLIT_SEED)).permutation(store.documents)
-    count = min(store.documents - 1, max(1, math.ceil(fraction * store.documents)))
-    return np.sort(order[count:]), np.sort(order[:count])
+    records = np.arange(store.documents) if store.records is None else store.records
+    starts = np.flatnonzero(np.diff(records, prepend=-1))
+    copies = _same_content(store, np.append(starts, store.documents))
+    total = len(copies)
+    groups, sizes = np.unique(copies, return_counts=True)
+    if len(groups) < 2:
+        what = "a single document" if total < 2 else f"{total:,} copies of one document"
+        raise DataError(f"the text is {what} and cannot be split; give data.val, or set data.val_fraction=0")
+    room = min(total - 1, max(1, math.ceil(fraction * total)))
+    size = dict(zip(groups.tolist(), sizes.tolist(), strict=True))
+    held: set[int] = set()
+    for unit in np.random.Generator(np.random.PCG64(_SPLIT_SEED)).permutation(total):
+        group = int(copies[unit])
+        if group not in held and size[group] <= room:
+            held.add(group)
+            room -= size[group]
+        if not room:
+            break
+    held = held or {min(size, key=size.__getitem__)}
+    out = np.repeat(np.isin(copies, list(held)), np.diff(np.append(starts, store.documents)))
+    return np.flatnonzero(~out), np.flatnonzero(out)
+
+
+def shared_documents(first: TokenStore, second: TokenStore) -> int:
+    """How many documents of the second text are in the first, too."""
+    known = {_digest(first, index, index + 1) for index in range(first.documents)}
+    return sum(_digest(second, index, index + 1) in known for index in range(second.documents))
+
+
+def _same_content(store: TokenStore, bounds: np.ndarray) -> np.ndarray:
+    """For each run of documents between `bounds`, the number of the first one with the same tokens."""
+    first: dict[bytes, int] = {}
+    runs = enumerate(pairwise(bounds.tolist()))
+    return np.array([first.setdefault(_digest(store, start, stop), number) for number, (start, stop) in runs])
+
+
+def _digest(store: TokenStore, start: int, stop: int) -> bytes:
+    """Of the tokens of documents `start` to `stop`."""
+    tokens = store.tokens[store.offsets[start] : store.offsets[stop]]
+    return hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
 
 
 def as_window(tokens: Window | Sequence[int] | np.ndarray) -> Window:

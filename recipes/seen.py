@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import PalimpsaError, SchemaError
-from ..base.files import load_yaml
-from ..base.text import EMBEDDED_TEXT, TEXT_SUFFIXES, data_name, documents_of_file, embedded_text_path, iter_documents
+from ..base.files import load_yaml, named_path
+from ..base.records import EMBEDDED_TEXT, TEXT_SUFFIXES, embedded_text_path
+from ..base.text import data_name, documents_of_file, iter_documents
 from .eval_report import SeenText
 
 logger = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ def _located(source: str, recipe: Path) -> Path | None:
     A relative name is relative to the folder that the training was started in, which nobody recorded: it counts when
     exactly one of the folders above the model has it. The current folder may have another file of that name.
     """
-    path = Path(source)
+    path = named_path(source, "text")
     if path.is_absolute():
         return path
     there = [above / path for above in recipe.parent.resolve().parents if (above / path).exists()]

@@ -65,7 +65,7 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path):
         ("d.jsonl", "3\n", r"d\.jsonl:1: has a int"),
         ("d.jsonl", b'"a"\n"\xff"\n', r"d\.jsonl:2: is not UTF-8"),
         ("d.json", '{\n"text": }', r"d\.json:2: is not JSON"),
-        ("d.json", '["a", {"text": 3}]', r"d\.json\[1\]: has keys text"),
+        ("d.json", '["a", {"text": 3}]', r"d\.json\[1\]: has a int as \"text\""),
         ("d.txt", "", r"d\.txt: holds no text"),
         ("d.jsonl", "\n\n", r"d\.jsonl: holds no text"),
         ("d.csv", "a,b", r"d\.csv: is of no known kind; expected \.jsonl, \.json, \.txt"),
