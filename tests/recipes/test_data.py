@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from palimpsa_surgery.base import text as text_module
 from palimpsa_surgery.base.errors import DataError
 from palimpsa_surgery.base.text import EMBEDDED_TEXT, embedded_checkpoint_path, load_tokenizer
 from palimpsa_surgery.recipes import data
@@ -138,3 +139,26 @@ def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
 
 def test_the_tokenizer_key_is_that_of_its_content(tokenizer):
     assert tokenizer_key(tokenizer) == tokenizer_key(load_tokenizer(embedded_checkpoint_path()))
+
+
+@pytest.mark.parametrize(("kept", "ends"), [("parse", 2), ("text", 1)])
+def test_special_tokens_that_a_text_spells_are_parsed_or_kept_text(tokenizer, tmp_path, kept, ends):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps("a <|endoftext|> b"))
+    store = open_text(path, tokenizer, special_tokens=kept, cache=tmp_path / "cache")
+    assert (store.tokens[:] == tokenizer.eos_token_id).sum() == ends
+    assert tokenizer.decode(store.tokens[:-1]) == "a <|endoftext|> b"
+    assert open_text(path, tokenizer, cache=tmp_path / "cache").key == store.key or kept == "text"
+
+
+def test_a_very_long_document_is_tokenized_in_pieces(tokenizer, tmp_path, monkeypatch):
+    content = "the quick brown fox\njumps over 3 lazy dogs " * 2000
+    (tmp_path / "a.txt").write_text(content)
+    whole = open_text(tmp_path / "a.txt", tokenizer, cache=tmp_path / "whole").tokens
+    for module in (data, text_module):
+        monkeypatch.setattr(module, "PIECE_CHARACTERS", 9000)
+    pieces = open_text(tmp_path / "a.txt", tokenizer, cache=tmp_path / "pieces").tokens
+    assert pieces.tolist() == whole.tolist()
+    part = open_text(tmp_path / "a.txt", tokenizer, max_tokens=100, cache=tmp_path / "part").tokens
+    assert 100 <= len(part) < len(whole) // 2
+    assert part[:-1].tolist() == whole[: len(part) - 1].tolist()

@@ -10,6 +10,7 @@ from palimpsa_surgery.recipes.packing import (
     as_window,
     batches,
     collate,
+    shared_documents,
     split_documents,
 )
 
@@ -117,3 +118,27 @@ def test_collating_mixes_windows_with_and_without_borders():
 def test_batches_hold_windows_of_one_length():
     windows = [as_window(range(n)) for n in (5, 5, 5, 3, 5)]
     assert [[len(w.input_ids) for w in run] for run in batches(windows, 2)] == [[4, 4], [4], [2], [4]]
+
+
+def with_contents(*contents: str) -> TokenStore:
+    tokens = np.frombuffer("".join(contents).encode(), np.uint8).astype(np.uint16)
+    return TokenStore(tokens, np.cumsum([0, *map(len, contents)]), None, "key")
+
+
+@pytest.mark.parametrize("fraction", [0.02, 0.25, 0.5, 0.9])
+def test_copies_of_a_document_are_on_one_side(fraction):
+    contents = [*"aabbbccccdefgh" * 2, *"ijklmnop"]
+    kept, out = split_documents(with_contents(*contents), fraction)
+    sides = [{contents[i] for i in side} for side in (kept, out)]
+    assert not sides[0] & sides[1]
+    assert sorted([*kept, *out]) == list(range(len(contents)))
+    assert 1 <= len(out) <= max(2, fraction * len(contents) + 1)
+
+
+def test_copies_of_one_document_cannot_be_split():
+    with pytest.raises(DataError, match="3 copies of one document and cannot be split"):
+        split_documents(with_contents("ab", "ab", "ab"), 0.5)
+
+
+def test_documents_that_two_texts_share_are_counted():
+    assert shared_documents(with_contents("ab", "c"), with_contents("c", "ab", "ab", "x")) == 3
