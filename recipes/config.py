@@ -139,8 +139,8 @@ class Recipe(StrictModel):
             problems.append(
                 f"batch_size ({self.batch_size}) must be a multiple of micro_batch_size ({self.micro_batch_size})"
             )
-        if isinstance(self.warmup, float) and not self.warmup.is_integer() and self.warmup > 1:
-            problems.append(f"warmup ({self.warmup}) is a fraction of the steps up to 1, or a whole number of steps")
+        if self.warmup >= 1 and self.warmup != int(self.warmup):
+            problems.append(f"warmup ({self.warmup}) is a fraction of the steps below 1, or a whole number of steps")
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -159,7 +159,7 @@ class Recipe(StrictModel):
 
     def warmup_steps(self) -> int:
         """Steps over which the learning rate grows from zero; a number below 1 is a fraction of the run."""
-        if isinstance(self.warmup, int) or self.warmup > 1:
+        if self.warmup >= 1:
             return int(self.warmup)
         return round(self.warmup * self.total_steps())
 

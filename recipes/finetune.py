@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,23 +14,24 @@ from typing import Any
 import torch
 
 from ..base.console import counted, human_count, human_seconds, setup_logging
-from ..base.errors import OutputExistsError, UsageError
-from ..base.files import named_path, write_text
+from ..base.errors import UsageError
+from ..base.files import named_path
 from ..base.text import load_tokenizer
-from ..kernels.api import require_kernels, set_require_kernels
+from ..kernels.api import require_kernels, resolve_backend, set_require_kernels
 from ..surgery.checkpoint import Checkpoint, open_checkpoint
 from ..surgery.loading import load_model
 from .adapters import save_run
-from .checkpointing import Position, latest_checkpoint, load_checkpoint, model_key, prune
-from .config import Recipe, dump_recipe, load_recipe
+from .checkpointing import Position, latest_checkpoint, load_checkpoint, model_key
+from .config import Recipe, load_recipe
 from .data import open_text
 from .evaluate import evaluate_loss
 from .export import gather, save_model
-from .loop import Training, read_metrics, train, write_metrics_file
-from .losses import CausalLoss
+from .loop import Training, check_batch, read_metrics, train, write_metrics_file
+from .losses import CausalLoss, resolve_loss
 from .modes import ADAPTER_MODES, prepare_mode
 from .optim import make_optimizer
 from .packing import TokenStream, Window, shared_documents, split_documents
+from .run_folder import check_run_folder, clear_run_folder, held
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,8 @@ def finetune(
         model_folder: a converted model, or a plain Mamba2 in any layout; a folder or a Hub id.
         recipe: name of a shipped recipe, file, mapping or `Recipe`.
         out: run folder.
-        resume: go on from the newest complete checkpoint of `out`; without one, from the start.
+        resume: go on with the run in `out` from its newest complete checkpoint, or from the start where it was stopped
+            before the first; with its own recipe, but for `run_folder.MAY_CHANGE`.
         overrides: `key=value` changes of the recipe.
         force: replace what is in `out`.
         revision: of a Hub id.
@@ -106,23 +107,34 @@ def _finetune(
 ) -> RunResult:
     started = time.perf_counter()
     accelerator = make_accelerator(recipe, out)
-    # Before anything is cleared: a model that cannot be read must not cost the run that was there.
+    main = accelerator.is_main_process
+    check_batch(recipe, accelerator.num_processes)
+    if recipe.warmup_steps() >= recipe.total_steps():
+        warm, steps = recipe.warmup_steps(), counted(recipe.total_steps(), "step")
+        logger.warning("warmup: takes %d of %s, so the learning rate never stays at its full height", warm, steps)
     checkpoint = open_checkpoint(model_folder, revision=revision, token=token)
-    with accelerator.main_process_first():
-        if accelerator.is_main_process:
-            prepare_run_folder(out, recipe, resume=resume, force=force, model=checkpoint.path)
-    run = assemble(accelerator, checkpoint, recipe, out)
-    found = latest_checkpoint(out / "checkpoints") if resume else None
-    if found is not None:
-        run.position = load_checkpoint(found, run.module, run.optimizer, run.position)
-        logger.info("going on from %s", found.name)
-    run.history = read_metrics(out / "metrics.jsonl", until=run.position.step) if resume else []
-    if accelerator.is_main_process:
-        write_metrics_file(out / "metrics.jsonl", run.history)
-    train(run)
-    save_final(run, checkpoint)
-    accelerator.end_training()
-    accelerator.free_memory()
+    with contextlib.ExitStack() as stack:
+        with accelerator.main_process_first():
+            if main:
+                check_run_folder(out, recipe, resume=resume, force=force, model=checkpoint.path)
+                stack.enter_context(held(out))
+        # All that can be refused has been by the end of this: only then the run that was there is removed.
+        run = assemble(accelerator, checkpoint, recipe, out)
+        found = latest_checkpoint(out / "checkpoints") if resume else None
+        if found is not None:
+            run.position = load_checkpoint(found, run.module, run.optimizer, run.position)
+            logger.info("going on from %s", found.name)
+            run.history = read_metrics(out / "metrics.jsonl", until=run.position.step)
+        accelerator.wait_for_everyone()
+        if main:
+            clear_run_folder(out, recipe, resume=resume)
+            write_metrics_file(out / "metrics.jsonl", run.history)
+        if recipe.trackers:
+            accelerator.init_trackers("trackers")
+        train(run)
+        save_final(run, checkpoint)
+        accelerator.end_training()
+        accelerator.free_memory()
     return _result(run, time.perf_counter() - started)
 
 
@@ -161,41 +173,14 @@ def make_accelerator(recipe: Recipe, out: Path) -> Any:
     )
     if not accelerator.is_main_process:
         setup_logging(-1)  # one process speaks for all; an error still ends any of them with its message
-    if recipe.trackers:
-        accelerator.init_trackers("trackers")
     return accelerator
-
-
-def prepare_run_folder(out: Path, recipe: Recipe, *, resume: bool, force: bool, model: Path) -> None:
-    """Makes `out` ready: refuses to mix two runs or to clear the model to train, writes the resolved recipe."""
-    if out.is_file():
-        raise OutputExistsError(f"{out}: is a file; give a folder for the run")
-    used = [
-        name for name in ("recipe.yaml", "metrics.jsonl", "checkpoints", "adapter", "final") if (out / name).exists()
-    ]
-    if used and not (resume or force):
-        raise OutputExistsError(
-            f"{out}: holds a run ({', '.join(used)}); give --resume to go on, or --force to replace it"
-        )
-    out.mkdir(parents=True, exist_ok=True)
-    if used and not resume:
-        trained = [name for name in used if (out / name).resolve() in (model.resolve(), *model.resolve().parents)]
-        if trained:
-            raise OutputExistsError(
-                f"{out}: replacing this run would delete {trained[0]}, the model to train; give another run folder"
-            )
-        for name in used:
-            path = out / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    if resume:
-        prune(out / "checkpoints", recipe.keep)
-        for path in (path for name in ("final", "adapter") for path in out.glob(f".{name}.tmp-*")):
-            shutil.rmtree(path, ignore_errors=True)  # a model half-written when the run was killed
-    write_text(out / "recipe.yaml", dump_recipe(recipe))
 
 
 def assemble(accelerator: Any, checkpoint: Checkpoint, recipe: Recipe, out: Path) -> Training:
     """Model, text, optimiser and validation of a run, prepared for the processes that share it."""
+    resolve_loss(recipe.loss, accelerator.device)
+    if require_kernels():
+        resolve_backend("auto", accelerator.device)
     tokenizer = load_tokenizer(recipe.data.tokenizer or checkpoint.path)
     model = prepare_mode(load_model(checkpoint), checkpoint, recipe)
     stream, validation = open_streams(accelerator, recipe, tokenizer, model.config.vocab_size)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -30,6 +30,9 @@ from .packing import IGNORED, TokenStream, Window, collate
 from .run_log import RunLog, device_name
 
 logger = logging.getLogger(__name__)
+
+MOST_EMPTY = 16
+"""Batches without anything to predict that a call bears before it says that the text is at fault."""
 
 METRICS_VERSION = 1
 """`schema_version` of `metrics.jsonl`, in every line that starts or resumes a run."""
@@ -64,10 +67,13 @@ class Training:
 
 @dataclass(frozen=True)
 class Step:
-    """What one optimiser step was: mean loss in nats a token, gradient norm before clipping, tokens read."""
+    """What one optimizer step was: mean loss in nats per target, gradient norm before clipping, tokens read.
 
-    loss: float
-    grad_norm: float
+    A batch in which nothing is to be predicted (conversations cut before their answers) has no loss and trains nothing.
+    """
+
+    loss: float | None
+    grad_norm: float | None
     tokens: int
 
 
@@ -83,6 +89,7 @@ def train(run: Training) -> None:
     if run.validate is not None and run.position.step == 0:
         _record_validation(run, 0)
     run.module.train()
+    empty = 0
     with progress(total - run.position.step, "fine-tuning") as bar:
         for step in range(run.position.step, total):
             started = time.perf_counter()
@@ -91,15 +98,31 @@ def train(run: Training) -> None:
                 done = optimiser_step(run, step)
             run.position = replace(run.position, step=step + 1, tokens=run.position.tokens + done.tokens)
             seconds = time.perf_counter() - started
-            _record_step(run, done, rates, seconds, recorder)
-            bar.advance(1, f"loss {done.loss:.4f}  {done.tokens / seconds:,.0f} tokens/s  {human_bytes(memory_used())}")
-            log.step(done.loss, done.tokens, seconds, memory_used())
+            loss = "nothing to predict"
+            if done.loss is not None:
+                loss = f"loss {done.loss:.4f}"
+                _record_step(run, done, rates, seconds, recorder)
+                log.step(done.loss, done.tokens, seconds, memory_used())
+            else:
+                empty += 1
+                _say_empty(step, empty)
+            bar.advance(1, f"{loss}  {done.tokens / seconds:,.0f} tokens/s  {human_bytes(memory_used())}")
             last = step + 1 == total
             if run.validate is not None and (last or (recipe.eval_every and (step + 1) % recipe.eval_every == 0)):
                 _record_validation(run, step + 1)
                 run.module.train()
             if recipe.save_every and ((step + 1) % recipe.save_every == 0 or last):
                 save(run)
+
+
+def _say_empty(step: int, empty: int) -> None:
+    if empty == 1:
+        logger.warning("step %d: the batch holds nothing to predict, so it trains nothing and has no loss", step + 1)
+    if empty == MOST_EMPTY:
+        raise TrainingError(
+            f"step {step + 1}: {empty} batches held nothing to predict; raise data.seq_len or batch_size, or look at"
+            " the text: the answers may all lie behind the cut"
+        )
 
 
 def optimiser_step(run: Training, step: int) -> Step:
@@ -114,8 +137,9 @@ def optimiser_step(run: Training, step: int) -> Step:
     micro = [collate(w, accelerator.device) for w in my_windows(run, length)]
     targets = sum(int((batch["targets"] != IGNORED).sum()) for batch in micro)
     targets = int(_sum(accelerator, targets))
+    tokens = length * recipe.batch_size
     if targets == 0:
-        raise TrainingError(f"step {step + 1}: the batch holds nothing to predict; raise data.seq_len or batch_size")
+        return Step(None, None, tokens)
     losses: list[Tensor] = []
     run.optimizer.zero_grad(set_to_none=True)
     for index, batch in enumerate(micro):
@@ -134,25 +158,25 @@ def optimiser_step(run: Training, step: int) -> Step:
             if parameter.grad is not None:
                 parameter.grad.mul_(recipe.clip / norm)
     run.optimizer.step()
-    return Step(loss, norm, length * recipe.batch_size)
+    return Step(loss, norm, tokens)
 
 
 def my_windows(run: Training, length: int) -> Iterable[list[Window]]:
-    """This process's micro-batches of the step, each a list of windows.
-
-    Raises:
-        UsageError: the batch cannot be shared evenly.
-    """
+    """This process's micro-batches of the step, each a list of windows."""
     recipe, processes = run.recipe, run.accelerator.num_processes
     share = recipe.micro_batch_size * processes
-    if recipe.batch_size % share:
+    for first in range(run.accelerator.process_index * recipe.micro_batch_size, recipe.batch_size, share):
+        numbers = range(first, first + recipe.micro_batch_size)
+        yield [run.stream.window(run.position.tokens + number * length, length) for number in numbers]
+
+
+def check_batch(recipe: Recipe, processes: int) -> None:
+    """Refuses a batch that the processes cannot share evenly."""
+    if recipe.batch_size % (recipe.micro_batch_size * processes):
         raise UsageError(
             f"batch_size ({recipe.batch_size}) must be a multiple of micro_batch_size x processes"
             f" ({recipe.micro_batch_size} x {processes}); change one of them"
         )
-    for first in range(run.accelerator.process_index * recipe.micro_batch_size, recipe.batch_size, share):
-        numbers = range(first, first + recipe.micro_batch_size)
-        yield [run.stream.window(run.position.tokens + number * length, length) for number in numbers]
 
 
 def seed_step(seed: int, step: int, process: int) -> None:
@@ -170,6 +194,10 @@ def memory_used() -> int:
     """Peak bytes: of the CUDA device where there is one, else of this process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
+    try:
+        import resource
+    except ImportError:  # Windows
+        return psutil.Process().memory_info().peak_wset
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

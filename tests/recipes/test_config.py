@@ -37,7 +37,7 @@ def test_shipped_recipes_say_what_each_switch_does(name):
         ({}, "exactly one of `steps` and `tokens`"),
         ({"steps": 1, "tokens": 10}, "exactly one of `steps` and `tokens`"),
         ({"steps": 1, "batch_size": 6, "micro_batch_size": 4}, r"batch_size \(6\) must be a multiple"),
-        ({"steps": 1, "warmup": 1.5}, "fraction of the steps up to 1"),
+        ({"steps": 1, "warmup": 1.5}, "fraction of the steps below 1"),
         ({"steps": 1, "betas": [0.9, 1.0]}, r"betas: both numbers must lie in \[0, 1\)"),
         ({"steps": 1, "lr": float("nan")}, "lr: is nan, expected"),
         ({"steps": 1, "data": {"curriculum": [{"until": 0.5, "seq_len": 8}, {"until": 0.5, "seq_len": 9}]}}, "until"),
@@ -110,6 +110,6 @@ def test_the_curriculum_sets_the_length_and_the_number_of_steps():
     assert by_tokens.total_steps() == 8
 
 
-@pytest.mark.parametrize(("warmup", "steps"), [(0, 0), (5, 5), (0.1, 10), (20, 20), (1, 1)])
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 0), (5, 5), (0.1, 10), (20, 20), (1, 1), (1.0, 1), (2.0, 2)])
 def test_warmup_counts_steps_or_a_fraction(warmup, steps):
     assert load_recipe({"steps": 100, "warmup": warmup}).warmup_steps() == steps

@@ -67,7 +67,7 @@ def run_in_a_child(model_folder, recipe, out, prepare: Callable[[], None] | None
         try:
             if prepare is not None:
                 prepare()
-            finetune(model_folder, recipe, out, resume=True)
+            finetune(model_folder, recipe, out, resume=(out / "recipe.yaml").is_file())
             code = 0
         finally:
             os._exit(code)
@@ -166,14 +166,14 @@ def in_the_middle_of_writing(name: str) -> None:
 
 
 def before_the_rename(name: str) -> None:
-    take_place = files._take_place
+    take_place = files.take_place
 
     def stop(temporary, path):
         if path.name == name:
             die()
         take_place(temporary, path)
 
-    files._take_place = stop
+    files.take_place = stop
 
 
 def after_the_rename(name: str) -> None:
