@@ -113,7 +113,7 @@ def test_force_deletes_neither_the_adapter_nor_its_base(run, model_folder, tmp_p
         merge(adapter, tmp_path / out, base=base, force=True)
         assert (tmp_path / out / "model.safetensors").is_file()
         return
-    with pytest.raises(OutputExistsError, match=rf"replacing this folder would delete {kept}, which is in use"):
+    with pytest.raises(OutputExistsError, match=rf"replacing this would delete {kept}, which is in use"):
         merge(adapter, tmp_path / out, base=base, force=True)
     assert sorted(tmp_path.rglob("*")) == before
 

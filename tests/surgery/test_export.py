@@ -124,7 +124,7 @@ def test_force_deletes_neither_the_model_that_is_read_nor_the_folder_of_work(
         export(tmp_path / "models" / "source", tmp_path / out, **arguments)
         assert not (tmp_path / out / "mine.txt").exists()
         return
-    with pytest.raises(OutputExistsError, match=rf"replacing this folder would delete {kept}, which is in use"):
+    with pytest.raises(OutputExistsError, match=rf"replacing this would delete {kept}, which is in use"):
         export(tmp_path / "models" / "source", tmp_path / out, **arguments)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 

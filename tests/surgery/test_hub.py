@@ -58,7 +58,7 @@ def test_a_folder_to_push_to_replaces_neither_the_model_nor_the_folder_of_work(
     (tmp_path / "work" / "mine.txt").write_text("mine")
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.chdir(tmp_path / here)
-    with pytest.raises(OutputExistsError, match=f"replacing this folder would delete {kept}, which is in use"):
+    with pytest.raises(OutputExistsError, match=f"replacing this would delete {kept}, which is in use"):
         push_to_folder(sharded, REPO, tmp_path / target, force=True)
     assert sorted(tmp_path.rglob("*")) == before
     monkeypatch.chdir(tmp_path)
