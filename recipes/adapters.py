@@ -139,8 +139,7 @@ def merge(
     refuse_existing(out, force=force)
     adapter = find_adapter(run)
     checkpoint = open_base(adapter, base)
-    if force:
-        refuse_to_delete(out, adapter, checkpoint.path)
+    refuse_to_delete(out, adapter, checkpoint.path)
     load = merged_tensors(load_file(adapter / TENSORS), adapter_scale(load_json(adapter / CONFIG)), checkpoint)
     recipe = Path(run) / "recipe.yaml"
     save_tensors(checkpoint, Path(out), load, dtype, load_recipe(recipe) if recipe.is_file() else None, force=force)

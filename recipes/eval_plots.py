@@ -11,6 +11,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from ..surgery.plots import save_figure
+
 INK, GREY = "#1a1a1a", "#8a8a8a"
 COLOURS = ("#d62728", "#1f77b4")
 """Of the model, and of the one it is compared with."""
@@ -66,7 +68,7 @@ def draw_lines(
         below.axhline(0, color=GREY, linewidth=0.8)
         _plot(below, [line._replace(colour=0) for line in differences], "difference", log_x)
     panels[-1, 0].set_xlabel(x, color=INK)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _plot(axes, lines: Sequence[Line], y: str, log_x: bool) -> None:
@@ -117,7 +119,7 @@ def draw_grids(
             _label_cells(axes, image, values)
         figure.colorbar(image, ax=list(line), pad=0.02).ax.tick_params(labelsize=8, colors=INK)
     figure.suptitle(title, fontsize=10, color=INK)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _plain_axis(axes, values: Sequence[float]) -> None:
@@ -186,9 +188,4 @@ def draw_heads(
         right.legend(fontsize=7, frameon=False, ncols=1 + len(growth) // 9)
         for axes in (left, right):
             axes.tick_params(labelsize=8, colors=INK)
-    _save(figure, path)
-
-
-def _save(figure: Figure, path: str | Path) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", metadata={"Software": None})
+    save_figure(figure, path)

@@ -18,6 +18,7 @@ from ..modeling.configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 from ..surgery.checkpoint import Checkpoint
 from ..surgery.export import card_without_surgery
 from ..surgery.loading import keeps_fp32
+from ..surgery.sources import license_files
 from ..surgery.writer import TensorSpec, write_tensors
 from .checkpointing import full_tensor, trained_parameters
 from .config import Recipe, dump_recipe
@@ -100,7 +101,13 @@ def carry_along(checkpoint: Checkpoint, folder: Path, name: str) -> None:
     that keeps its licence."""
     if checkpoint.layout != "palimpsa_mamba2":
         files = [
-            path for path in (*checkpoint.tokenizer_files, checkpoint.path / "generation_config.json") if path.is_file()
+            path
+            for path in (
+                *checkpoint.tokenizer_files,
+                *license_files(checkpoint.path),
+                checkpoint.path / "generation_config.json",
+            )
+            if path.is_file()
         ]
         write_text(folder / "README.md", card_without_surgery(checkpoint, name, checkpoint.palimpsa_layers))
     else:

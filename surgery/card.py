@@ -48,7 +48,7 @@ class CardFacts:
     swapped: tuple[int, ...]
     dtype: str
     profile: Profile | None = None
-    license: str | None = None
+    license: str | list[str] | None = None
     base_model: str | None = None
     verification: Mapping[str, str] = field(default_factory=dict)
     terms: Mapping[str, str] = field(default_factory=dict)
@@ -178,8 +178,13 @@ def _license(facts: CardFacts) -> str:
     if facts.license:
         name = f" ({facts.terms['license_name']})" if "license_name" in facts.terms else ""
         link = f" Its text: {facts.terms['license_link']}" if "license_link" in facts.terms else ""
-        return f"`{facts.license}`{name}, carried over from the source.{link}"
+        return f"{license_text(facts.license)}{name}, carried over from the source.{link}"
     return "The source's card names no licence; its terms apply."
+
+
+def license_text(license: str | list[str] | None, form: str = "`{}`") -> str:
+    """Names of licences for people; each in the given form."""
+    return ", ".join(form.format(name) for name in ([license] if isinstance(license, str) else license or []))
 
 
 def license_terms(metadata: Mapping[str, object]) -> dict[str, str]:

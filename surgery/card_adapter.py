@@ -7,6 +7,7 @@ from typing import Any
 
 from .card import MARKER, PAPER, TAGS, front_matter, license_terms
 from .card_evaluation import CardEvaluation
+from .sources import license_names
 
 
 def render_adapter_card(
@@ -30,8 +31,8 @@ def render_adapter_card(
         evaluation: figures, if there are any.
     """
     values: dict[str, Any] = {"base_model": base, "base_model_relation": "adapter", "library_name": "peft"}
-    if isinstance(metadata.get("license"), str):
-        values = {"license": metadata["license"], **license_terms(metadata), **values}
+    if named := license_names(metadata):
+        values = {"license": named, **license_terms(metadata), **values}
     values |= {"pipeline_tag": "text-generation", "tags": [*TAGS, "lora"]}
     index = evaluation.model_index(name.split("/")[-1]) if evaluation else []
     targets = ", ".join(f"`{target}`" for target in sorted(config.get("target_modules") or []))

@@ -22,6 +22,7 @@ from .lazy import open_weights
 from .sources import (
     Source,
     card_metadata,
+    license_names,
     read_foreign_json,
     resolve,
     special_token_ids,
@@ -60,7 +61,7 @@ class Checkpoint:
     tensors: Mapping[str, TensorEntry] = field(repr=False)
     dropped: tuple[Dropped, ...]
     source_id: str
-    license: str | None
+    license: str | list[str] | None
     base_model: str | None
     tokenizer_files: tuple[Path, ...]
     generation_config: dict[str, Any] | None
@@ -214,7 +215,7 @@ def _surroundings(source: Source) -> dict[str, Any]:
     generation = source.folder / "generation_config.json"
     return {
         "source_id": source.source_id,
-        "license": _one_name(card.get("license")),
+        "license": license_names(card),
         "base_model": base,
         "tokenizer_files": tokenizer_files(source.folder),
         "generation_config": read_foreign_json(generation) if generation.is_file() else None,

@@ -103,7 +103,7 @@ def convert(
         raise UsageError(f"--dtype {dtype}: there is no such dtype; choose one of {', '.join(DTYPES)}")
     measuring = measuring or MeasureOptions()
     checkpoint = open_checkpoint(src, revision=revision, token=token) if isinstance(src, str | Path) else src
-    refuse_to_delete(out, checkpoint.path)
+    refuse_to_delete(out, checkpoint.path, measuring.data, measuring.tokenizer)
     mode = choose_mode(checkpoint, verify)
     plan, profile = _settle(checkpoint, plan, profile, layers, plan_options, measuring)
     stored = DTYPES[dtype] if dtype else checkpoint.dtype

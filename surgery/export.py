@@ -13,10 +13,10 @@ from torch import Tensor
 from ..base.console import are, counted, listed, progress
 from ..base.errors import CheckpointError, UsageError, VerificationError
 from ..base.files import output_folder, refuse_existing, refuse_to_delete, write_json, write_text
-from .card import CardFacts, license_terms, render_card
+from .card import CardFacts, front_matter, license_terms, render_card
 from .checkpoint import Checkpoint, open_checkpoint
 from .keymap import EMBEDDING, HEAD
-from .model_folder import FP32_NAMES, copy_without_paths, output_specs, write_surroundings
+from .model_folder import FP32_NAMES, copy_companions, output_specs, write_surroundings
 from .report import dtype_name
 from .sources import card_metadata
 from .writer import TensorSpec, write_tensors
@@ -64,8 +64,7 @@ def export(
         raise UsageError(f"--layout {layout}: there is no such layout to write; choose one of {', '.join(WRITERS)}")
     refuse_existing(out, force=force)
     checkpoint = src if isinstance(src, Checkpoint) else open_checkpoint(src, revision=revision, token=token)
-    if force:
-        refuse_to_delete(out, checkpoint.path)
+    refuse_to_delete(out, checkpoint.path)
     swapped = checkpoint.palimpsa_layers
     if swapped and layout == "mamba_ssm" and not off:
         raise UsageError(
@@ -95,8 +94,10 @@ def _write_mamba_ssm(
 ) -> None:
     write_json(folder / "config.json", mamba_ssm_config(checkpoint))
     torch.save(_state_dict(checkpoint, [spec.name for spec in specs]), folder / WEIGHTS_FILE)
-    for path in checkpoint.tokenizer_files:
-        copy_without_paths(path, folder / path.name)
+    copy_companions(checkpoint, folder)
+    if checkpoint.license:
+        terms = license_terms(card_metadata(checkpoint.path))
+        write_text(folder / "README.md", front_matter({"license": checkpoint.license, **terms}) + f"\n\n# {name}\n")
     if checkpoint.generation_config is not None:
         write_json(folder / "generation_config.json", checkpoint.generation_config)
 

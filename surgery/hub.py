@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import CheckpointError, HubError, PalimpsaError, UsageError
-from ..base.files import output_folder, refuse_to_delete
+from ..base.files import output_folder, refuse_existing, refuse_to_delete
 from .card import is_own_card
 from .sources import read_foreign_json
 from .upload import ADAPTER, CARD, MODEL, SECRET, Upload, prepare_upload
@@ -82,8 +82,8 @@ def push_to_folder(
         PalimpsaError: as `prepare_upload`.
     """
     _check_name(repo_id)
-    if force:
-        refuse_to_delete(target, model)
+    refuse_existing(target, force=force)
+    refuse_to_delete(target, model, evaluation)
     with output_folder(target, force=force) as folder:
         upload = prepare_upload(model, folder, repo_id, evaluation=evaluation, base=base)
         for name, path in upload.files.items():

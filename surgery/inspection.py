@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..base.console import counted, human_count
+from .card import license_text
 from .checkpoint import Checkpoint
 from .forgetting import static_forgetting
 
@@ -82,7 +83,7 @@ class Inspection:
     files: tuple[str, ...]
     tokenizer_files: tuple[str, ...]
     fingerprint: str
-    license: str | None
+    license: str | list[str] | None
     base_model: str | None
     swapped_layers: tuple[int, ...]
     swapped_geometry: dict[str, Any]
@@ -109,7 +110,7 @@ class Inspection:
             ("vocabulary", f"{sizes['vocab_size']} rows, head {shared}"),
             ("swapped layers", ", ".join(map(str, self.swapped_layers)) or "none"),
             ("tokenizer", ", ".join(self.tokenizer_files) or "none in the folder"),
-            ("licence", self.license or "not stated"),
+            ("licence", license_text(self.license, "{}") or "not stated"),
             ("files", ", ".join(self.files)),
             ("fingerprint", self.fingerprint),
         ]

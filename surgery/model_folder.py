@@ -22,6 +22,7 @@ from .keymap import METAPLASTIC_NAMES, expected_shapes
 from .plan import SHARED_KEYS, Plan
 from .profile import Profile
 from .report import dtype_name
+from .sources import license_files
 from .writer import StreamingSafetensorsWriter, TensorSpec, cast
 
 if TYPE_CHECKING:
@@ -106,12 +107,19 @@ def write_surroundings(checkpoint: Checkpoint, folder: Path, config: dict[str, A
     )
     model_config.save_pretrained(folder)
     bundle_remote_code(folder)
-    for path in checkpoint.tokenizer_files:
-        copy_without_paths(path, folder / path.name)
+    copy_companions(checkpoint, folder)
     if checkpoint.generation_config is not None:
         write_json(folder / "generation_config.json", _without_paths(checkpoint.generation_config))
     else:
         GenerationConfig.from_model_config(model_config).save_pretrained(folder)
+
+
+def copy_companions(checkpoint: Checkpoint, folder: Path) -> None:
+    """The source's tokenizer and the texts of its licence."""
+    for path in checkpoint.tokenizer_files:
+        copy_without_paths(path, folder / path.name)
+    for path in license_files(checkpoint.path):
+        shutil.copyfile(path, folder / path.name)
 
 
 def write_tokenizer(source: str | Path, folder: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from ..base.files import write_bytes
 from .profile import Profile
 
 MARK = "#d62728"
@@ -44,8 +46,14 @@ def plot_profile(profile: Profile, path: str | Path, *, chosen: Sequence[int] = 
             label.set(color=MARK, fontweight="bold")
     marked = "   red: chosen layers" if chosen else ""
     figure.suptitle(f"{profile.source}\n{profile.describe()}{marked}", fontsize=9, color=INK)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", metadata={"Software": None})
+    save_figure(figure, path)
+
+
+def save_figure(figure: Figure, path: str | Path) -> None:
+    """Writes a PNG, whole or not at all, the same bytes for the same figure."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", metadata={"Software": None})
+    write_bytes(path, picture.getvalue())
 
 
 def _heat_map(figure: Figure, axes, title: str, colours: str, values: list[list[float]], chosen: Sequence[int]) -> None:

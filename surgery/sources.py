@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
@@ -45,7 +45,12 @@ TOKENIZER_PATTERNS = (
     "chat_template.*",
     "tekken.json",
 )
-SIDE_FILES = ("config.json", "params.json", "generation_config.json", "README.md", "LICENSE*", *TOKENIZER_PATTERNS)
+LICENSE_PATTERNS = ("LICEN[SC]E*", "licen[sc]e*", "NOTICE*", "notice*")
+SIDE_FILES = (
+    *("config.json", "params.json", "generation_config.json", "README.md"),
+    *LICENSE_PATTERNS,
+    *TOKENIZER_PATTERNS,
+)
 _NOT_WEIGHTS = (".", "adapter_model", "optimizer", "scheduler", "rng_state", "training_args", "scaler")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -178,13 +183,31 @@ def card_metadata(folder: Path) -> dict[str, Any]:
     card = folder / "README.md"
     if not card.is_file():
         return {}
-    block = re.match(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
+    text = card.read_text(encoding="utf-8-sig", errors="replace")
+    block = re.match(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", text, re.DOTALL)
     try:
         content = yaml.safe_load(block.group(1)) if block else None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # a number of thousands of digits, a list in a list in a list
         logger.warning("README.md: its metadata block is not YAML; licence and base model are not carried over")
         content = None
     return content if isinstance(content, dict) else {}
+
+
+def license_names(card: Mapping[str, Any]) -> str | list[str] | None:
+    """The licence that a card's metadata names, or the list of them; None when it names none."""
+    value = card.get("license")
+    names = [name for name in (value if isinstance(value, list) else [value]) if name and isinstance(name, str)]
+    return names[0] if len(names) == 1 else names or None
+
+
+def license_files(folder: Path) -> tuple[Path, ...]:
+    """The texts of licences and notices in a folder, and the one that its card links to by name."""
+    link = card_metadata(folder).get("license_link")
+    return tuple(
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file() and (path.name == link or any(fnmatch(path.name, pattern) for pattern in LICENSE_PATTERNS))
+    )
 
 
 def _indexed_files(folder: Path, index: str) -> list[str]:

@@ -28,7 +28,7 @@ from .model_folder import copy_without_paths
 from .plan import read_plan
 from .profile import read_profile
 from .report import ConversionReport, dtype_name
-from .sources import TOKENIZER_PATTERNS, card_metadata, weight_files
+from .sources import TOKENIZER_PATTERNS, card_metadata, license_files, weight_files
 from .writer import INDEX_FILE
 
 MODEL, ADAPTER = "model", "adapter"
@@ -42,10 +42,8 @@ _BESIDE = {
         "profile.png",
         "surgery_report.json",
         "recipe.yaml",
-        "LICENSE*",
-        "NOTICE*",
     ),
-    ADAPTER: ("adapter_config.json", "adapter_source.json", "recipe.yaml", "LICENSE*", "NOTICE*"),
+    ADAPTER: ("adapter_config.json", "adapter_source.json", "recipe.yaml"),
 }
 _OWN_FILES = (
     "plan.yaml",
@@ -108,7 +106,8 @@ def prepare_upload(
     own = kept_readme(folder)
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     weights = _weights(folder, kind)
-    beside = [name for name in names if name not in weights and any(fnmatch(name, p) for p in _BESIDE[kind])]
+    patterns = (*_BESIDE[kind], *(path.name for path in license_files(folder)))
+    beside = [name for name in names if name not in weights and any(fnmatch(name, p) for p in patterns)]
     for file in beside:
         _copy_clean(folder / file, staging / file)
     figures = _copy_evaluation(report, staging) if report.is_file() else None
@@ -282,7 +281,7 @@ def _copy_clean(source: Path, target: Path) -> None:
 def _copy_config(source: Path, target: Path, wanted: dict[str, Any]) -> None:
     """Copies config.json with what remote code needs. Other programs may have written an infinity into it, bare or as
     a table, so it is not held to strict JSON and what is there is kept as it is."""
-    content = json.loads(source.read_text(encoding="utf-8"))
+    content = json.loads(source.read_text(encoding="utf-8-sig"))
     clean = {key: value for key, value in content.items() if not (isinstance(value, str) and _PATH.fullmatch(value))}
     clean |= wanted
     if clean == content:

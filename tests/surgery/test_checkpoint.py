@@ -250,7 +250,8 @@ def test_licence_base_model_generation_config_and_tokenizer_come_along(tmp_path)
         "# no metadata\n",
         "---\n: : broken [\n---\n",
         "---\n- a list\n---\n",
-        "---\nlicense: [mit, bsd]\nbase_model: 3\n---\n",
+        "---\nlicense: [3, {}]\nbase_model: 3\n---\n",
+        f"---\nlicense: {'[' * 5000}\n---\n",
     ],
 )
 def test_a_licence_is_never_invented(tmp_path, card):
