@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..base.errors import CheckpointError, UsageError
 from .configuration_palimpsa_mamba2 import PalimpsaMamba2Config
@@ -15,7 +16,7 @@ from .metaplasticity import Metaplasticity
 from .mixer_palimpsa_mamba2 import Mamba2Mixer, PalimpsaMixer
 from .outputs import CACHE_FIELD, PalimpsaMamba2CausalLMOutput, PalimpsaMamba2Output
 from .precision import compute_dtype
-from .states import CACHE_NAMES, take_cache
+from .states import CACHE_NAMES, not_yet_read, take_cache, tokens_read
 
 
 class PalimpsaMamba2RMSNorm(nn.Module):
@@ -159,10 +160,12 @@ class PalimpsaMamba2Model(PalimpsaMamba2PreTrainedModel):
         cache = self._resolve_cache(cache, use_cache, packed)
         if packed:
             hidden = hidden.reshape(1, -1, hidden.shape[-1])
-        inputs = []
+        inputs, before = [], tokens_read(cache)
         for block in self.layers:
             inputs.append(hidden)
             hidden = block(hidden, cache=cache, layout=layout)
+        if cache is not None:
+            cache.tokens_read = [*before, input_ids] if input_ids is not None else []
         hidden = self.norm_f(hidden)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -287,21 +290,33 @@ class PalimpsaMamba2ForCausalLM(PalimpsaMamba2PreTrainedModel, GenerationMixin):
         return inputs
 
     def _prefill(self, input_ids, generation_config, model_kwargs, **kwargs):
-        """The prompt in pieces when `prefill_chunk_size` asks for it: transformers itself counts cached keys for that.
+        """The part of the prompt that a given cache has not read, in pieces when `prefill_chunk_size` asks for it.
 
-        Everything else is left to transformers.
+        transformers counts cached keys for both, and recurrent states have none. As with its own models the ids are the
+        whole text, or the new tokens alone beside a mask of the whole. Everything else is left to transformers.
+
+        Raises:
+            UsageError: the text does not begin with what the cache has read.
         """
         arguments = dict(model_kwargs)
         cache, mask = take_cache(arguments), arguments.get("attention_mask")
         size = generation_config.prefill_chunk_size
-        if size is None or cache is None or arguments.get("inputs_embeds") is not None:
+        resumed = bool(tokens_read(cache))
+        if not (resumed or size) or cache is None or arguments.get("inputs_embeds") is not None:
             return super()._prefill(input_ids, generation_config, model_kwargs, **kwargs)
         end = 0 if mask is None else mask.shape[1] - input_ids.shape[1]
-        for piece in input_ids.split(size, dim=1):
+        if resumed and end == 0:
+            new = not_yet_read(cache, input_ids)
+            end, input_ids = input_ids.shape[1] - new.shape[1], new
+        for piece in input_ids.split(size or input_ids.shape[1], dim=1):
             end += piece.shape[1]
             piece_mask = None if mask is None else mask[:, :end]
             outputs = self(piece, attention_mask=piece_mask, cache=cache, logits_to_keep=1, return_dict=True)
         return outputs
+
+
+# The Trainer shifts labels for label smoothing only of classes that are listed here by name.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[PalimpsaMamba2Config.model_type] = PalimpsaMamba2ForCausalLM.__name__
 
 
 def _wants_dict(return_dict: bool | None, config: PalimpsaMamba2Config) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..base.errors import UsageError
@@ -23,6 +24,40 @@ def take_cache(arguments: dict):
     return caches[0] if caches else None
 
 
+def tokens_read(cache) -> list[Tensor]:
+    """The ids [B, T] that this cache's states have read, piece by piece; recurrent states themselves do not tell.
+
+    Empty for a new or reset cache, one that another class filled, and one that read embeddings.
+    """
+    filled = any(layer.has_previous_state[0] for layer in getattr(cache, "layers", ()) if _is_recurrent(layer))
+    return getattr(cache, "tokens_read", []) if filled else []
+
+
+def not_yet_read(cache, ids: Tensor) -> Tensor:
+    """The part of a text [B, T] that a cache has not read.
+
+    A text no longer than what was read can only be what comes after it, and is all new.
+
+    Raises:
+        UsageError: the text is longer than what was read, and does not begin with it.
+    """
+    pieces = tokens_read(cache)
+    seen = sum(piece.shape[1] for piece in pieces)
+    if not seen or ids.shape[1] <= seen:
+        return ids
+    before = torch.cat(pieces, 1)
+    if before.shape[0] != ids.shape[0] or not torch.equal(before, ids[:, :seen].to(before.device)):
+        raise UsageError(
+            f"the cache has read {seen} tokens, and the {ids.shape[1]} that are given do not begin with them; give the "
+            "whole text, or the new tokens alone with an attention_mask of the whole text"
+        )
+    return ids[:, seen:]
+
+
+def _is_recurrent(layer) -> bool:
+    return hasattr(layer, "recurrent_states")
+
+
 class LayerStates:
     """The states of one layer: `conv` [B, C, W - 1] and one recurrent tensor [B, H, rows, N].
 
@@ -41,7 +76,7 @@ class LayerStates:
     def __init__(self, cache, layer_idx: int) -> None:
         layers = getattr(cache, "layers", ())
         layer = layers[layer_idx] if layer_idx < len(layers) else None
-        if not hasattr(layer, "recurrent_states"):
+        if not _is_recurrent(layer):
             raise UsageError(
                 f"the cache of type {type(cache).__name__} holds no recurrent state for layer {layer_idx}; "
                 "build it with DynamicCache(config=model.config)"

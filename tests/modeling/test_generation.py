@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 import torch
+from palimpsa_surgery.base.errors import UsageError
 from transformers import DynamicCache, GenerationMixin, StaticCache
 
 CACHE = (
@@ -11,6 +12,8 @@ CACHE = (
     if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
     else "cache_params"
 )
+# `generate` of 5.17 makes a cache of its own beside one that is given as past_key_values, which the model refuses.
+GIVEN = [CACHE, "past_key_values"] if CACHE == "cache" else [CACHE]
 GREEDY = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": None}
 
 
@@ -165,3 +168,39 @@ def test_assisted_generation_is_refused(lively_model, ids):
     model = lively_model()
     with pytest.raises(ValueError, match="not supported with stateful models"):
         model.generate(ids[:1, :5], assistant_model=lively_model(seed=1), **GREEDY)
+
+
+def padded(ids):
+    """Rows of 3 and 11 tokens, and their mask."""
+    batch = torch.zeros(2, 11, dtype=torch.long)
+    batch[0, 8:], batch[1] = ids[0, :3], ids[1, :11]
+    return batch, (batch != 0).long()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chunk", [None, 2])
+@pytest.mark.parametrize("new_alone", [False, True])
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_given_cache_reads_only_what_it_has_not_read(model, ids, name, new_alone, chunk):
+    """As in a chat: the answer, then more text, then an answer to the whole."""
+    batch, mask = padded(ids)
+    first = model.generate(batch, attention_mask=mask, return_dict_in_generate=True, **GREEDY)
+    cache = getattr(first, CACHE, None) or first.past_key_values
+    whole = torch.cat([first.sequences, ids[:, 20:25]], 1)
+    mask = torch.cat([mask, torch.ones(2, 13, dtype=torch.long)], 1)
+    expected = model.generate(whole, attention_mask=mask, **GREEDY)[:, -8:]
+    given = whole[:, 18:] if new_alone else whole  # the last token of an answer was never read
+    found = model.generate(given, attention_mask=mask, **{name: cache}, prefill_chunk_size=chunk, **GREEDY)
+    assert torch.equal(found[:, -8:], expected)
+
+
+@torch.no_grad()
+def test_a_text_that_does_not_begin_with_what_the_cache_has_read_is_refused(model, ids):
+    cache = DynamicCache(config=model.config)
+    model(ids[:, 1:9], cache=cache)
+    with pytest.raises(
+        UsageError, match=r"has read 8 tokens, and the 37 that are given do not begin with them; give the"
+    ):
+        model.generate(ids, **{GIVEN[0]: cache}, **GREEDY)
+    cache.reset()
+    assert torch.equal(model.generate(ids, **{GIVEN[0]: cache}, **GREEDY), model.generate(ids, **GREEDY))

@@ -183,3 +183,13 @@ def test_torch_compile_gives_the_same_numbers_at_two_lengths(lively_model, ids, 
             inputs = {"input_ids": ids[:, :length], "attention_mask": mask, "use_cache": False}
             real = mask == 1
             assert rel(compiled(**inputs).logits[real], model(**inputs).logits[real]) < 1e-5
+
+
+def test_label_smoothing_in_the_trainer_is_of_the_next_token(lively_model, ids, tmp_path):
+    model = lively_model().train()
+    arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, report_to=[], use_cpu=True)
+    trainer = Trainer(model=model, args=arguments)
+    found = trainer.compute_loss(model, {"input_ids": ids, "labels": ids.clone()})
+    logits = model(ids).logits[:, :-1].log_softmax(-1)
+    nll = -logits.gather(2, ids[:, 1:, None]).mean()
+    assert found.item() == pytest.approx((0.9 * nll - 0.1 * logits.mean()).item(), rel=1e-5)  # fp32
