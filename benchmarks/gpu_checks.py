@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from bench_scan import make_inputs, peak_bytes, scan_rows
 from common import command_line, markdown_table, provenance, write_csv
-from palimpsa_surgery.kernels import api
+from palimpsa_surgery.kernels import api, conv
 
 HERE = Path(__file__).resolve().parent
 REFERENCE = "2.7b"
@@ -196,15 +196,35 @@ def check_first_step(toy: bool, device: str, backend: str) -> Iterator[Row]:
         yield {**row, "found": f"{first:.1f} s, the second {second:.2f} s", "ok": ok}
 
 
+SMALL_RUNS = (
+    ("gluon", torch.bfloat16, 64),
+    ("triton", torch.bfloat16, 64),
+    ("triton", torch.bfloat16, 16),
+    ("triton", torch.bfloat16, 1),
+    ("triton", torch.float32, 64),
+    ("triton", torch.float32, 1),
+)
+
+
 def small_run(device: str) -> None:
-    """Every kernel once: channel-wise, one beta and fp32; forward, backward, carried state, a step."""
-    for dtype, g in ((torch.bfloat16, 64), (torch.bfloat16, 1), (torch.float32, 64), (torch.float32, 1)):
+    """Every kernel once, forward and backward: carried states, packed documents, steep decays, a step, convolution."""
+    documents = torch.tensor([0, 7, 7, 150, 200], device=device)
+    for name, dtype, g in SMALL_RUNS:
+        backend = name if api.why_unavailable(name, device) is None else "auto"
         inputs, _, _ = make_inputs(1, 200, H=2, P=64, N=128, g=g, dtype=dtype, device=device)
+        inputs["log_decay"][:, 90:93] = -1e4
         leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
-        output, state = scan_in_pieces(leaves, [0, 130, 200], "auto")
-        torch.autograd.backward([output, *state], [torch.ones_like(x) for x in (output, *state)])
+        output, state = scan_in_pieces(leaves, [0, 130, 200], backend)
+        packed = api.metaplastic_scan(*leaves.values(), cu_seqlens=documents, backend=backend).output
+        results = (output, *state, packed)
+        torch.autograd.backward(results, [torch.ones_like(x) for x in results])
         now = [x.detach() if name == "prior" else x.detach()[:, 0] for name, x in leaves.items()]
-        api.metaplastic_step(*now, api.ScanState(*(x.detach().clone() for x in state)))
+        api.metaplastic_step(*now, api.ScanState(*(x.detach().clone() for x in state)), backend=backend)
+        channels = leaves["v"].flatten(2)
+        weight = torch.randn(channels.shape[2], 4, device=device, dtype=dtype, requires_grad=True)
+        triton = conv.why_conv_unavailable("triton", torch.device(device)) is None
+        y, _ = conv.causal_conv(channels, weight, cu_seqlens=documents, backend="triton" if triton else "auto")
+        y.sum().backward()
     if device == "cuda":
         torch.cuda.synchronize()
 

@@ -90,7 +90,11 @@ def resolve_ssd_backend(
 
 
 def _tf32_allowed() -> bool:
-    return torch.get_float32_matmul_precision() != "highest"
+    """Whether matrix products of fp32 may run in TF32, however that was said."""
+    # Since torch 2.9 this knows of every switch. The older question fails once a newer switch was set, as
+    # transformers' `tf32=True` does.
+    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    return torch.get_float32_matmul_precision() != "highest" if precision is None else precision == "tf32"
 
 
 @eager

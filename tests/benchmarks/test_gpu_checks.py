@@ -103,3 +103,7 @@ def test_unknown_checks_are_refused(capsys):
     with pytest.raises(SystemExit):
         gpu_checks.parse(["--only", "speed"])
     assert "there is no check speed" in capsys.readouterr().err
+
+
+def test_the_run_for_the_sanitizer_runs_without_a_gpu():
+    gpu_checks.small_run("cpu")

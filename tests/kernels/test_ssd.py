@@ -337,6 +337,14 @@ def test_fp32_is_exact_unless_the_user_allows_tf32(monkeypatch, dtype, precision
         torch.set_float32_matmul_precision(before)
 
 
+@pytest.mark.parametrize(("precision", "chosen"), [("tf32", "mamba_ssm"), ("ieee", "torch")])
+def test_the_newer_switch_of_tf32_is_understood(monkeypatch, precision, chosen):
+    """The older question about it raises an error once this one was set."""
+    monkeypatch.setattr(ssd, "mamba_ssm_unavailable", lambda: None)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace(fp32_precision=precision))
+    assert ssd.resolve_ssd_backend("auto", "cuda", torch.float32) == chosen
+
+
 def test_required_kernels_say_how_fp32_gets_one(monkeypatch):
     monkeypatch.setattr(ssd, "mamba_ssm_unavailable", lambda: None)
     monkeypatch.setattr(api, "_required", True)
