@@ -3,6 +3,8 @@
 import json
 import math
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -281,3 +283,16 @@ def test_force_keeps_the_run_when_the_model_is_in_it_or_cannot_be_read(model_fol
         finetune(tmp_path / "missing", recipe, out, overrides=["steps=1"], force=True)
     assert (out / "metrics.jsonl").exists()
     assert tensors(out / "final").keys() == tensors(model_folder).keys()
+
+
+def test_without_the_extra_for_training_the_missing_package_is_named(model_folder, tmp_path):
+    code = f"""
+import sys
+sys.modules |= dict.fromkeys(("accelerate", "psutil"))  # as in an install of the package alone
+from palimpsa_surgery.cli import app
+app(["finetune", {str(model_folder)!r}, "--recipe", "tiny_cpu", "-o", {str(tmp_path / "run")!r}])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.endswith("which is not installed; install palimpsa-surgery[train]\n"), done.stderr
+    assert not (tmp_path / "run").exists()
