@@ -16,7 +16,7 @@ from .metaplasticity import Metaplasticity
 from .mixer_palimpsa_mamba2 import Mamba2Mixer, PalimpsaMixer
 from .outputs import CACHE_FIELD, PalimpsaMamba2CausalLMOutput, PalimpsaMamba2Output
 from .precision import compute_dtype
-from .states import CACHE_NAMES, not_yet_read, take_cache, tokens_read
+from .states import CACHE_NAMES, has_read, not_yet_read, note_tokens, take_cache, tokens_read
 
 
 class PalimpsaMamba2RMSNorm(nn.Module):
@@ -160,12 +160,12 @@ class PalimpsaMamba2Model(PalimpsaMamba2PreTrainedModel):
         cache = self._resolve_cache(cache, use_cache, packed)
         if packed:
             hidden = hidden.reshape(1, -1, hidden.shape[-1])
-        inputs, before = [], tokens_read(cache)
+        inputs, more = [], has_read(cache)
         for block in self.layers:
             inputs.append(hidden)
             hidden = block(hidden, cache=cache, layout=layout)
         if cache is not None:
-            cache.tokens_read = [*before, input_ids] if input_ids is not None else []
+            note_tokens(cache, input_ids, more=more)
         hidden = self.norm_f(hidden)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states

@@ -27,10 +27,28 @@ def take_cache(arguments: dict):
 def tokens_read(cache) -> list[Tensor]:
     """The ids [B, T] that this cache's states have read, piece by piece; recurrent states themselves do not tell.
 
-    Empty for a new or reset cache, one that another class filled, and one that read embeddings.
+    Empty for a new or reset cache, and where it is not known: another class filled it, or it has read embeddings.
     """
-    filled = any(layer.has_previous_state[0] for layer in getattr(cache, "layers", ()) if _is_recurrent(layer))
-    return getattr(cache, "tokens_read", []) if filled else []
+    return (getattr(cache, "tokens_read", None) or []) if has_read(cache) else []
+
+
+def has_read(cache) -> bool:
+    """Whether some text has left its states in this cache."""
+    return any(layer.has_previous_state[0] for layer in getattr(cache, "layers", ()) if _is_recurrent(layer))
+
+
+def note_tokens(cache, ids: Tensor | None, *, more: bool) -> None:
+    """Notes on a cache that its states have read `ids` (None: embeddings).
+
+    Args:
+        cache: of `LayerStates`.
+        ids: [B, T].
+        more: whether it had read before; what is not known then, stays so.
+    """
+    read = getattr(cache, "tokens_read", None) if more else []
+    if read is not None and ids is not None:
+        read.append(ids)  # in place: once a decoded token
+    cache.tokens_read = None if ids is None else read
 
 
 def not_yet_read(cache, ids: Tensor) -> Tensor:

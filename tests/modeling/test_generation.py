@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 from palimpsa_surgery.base.errors import UsageError
+from palimpsa_surgery.modeling.states import tokens_read
 from transformers import DynamicCache, GenerationMixin, StaticCache
 
 CACHE = (
@@ -204,3 +205,26 @@ def test_a_text_that_does_not_begin_with_what_the_cache_has_read_is_refused(mode
         model.generate(ids, **{GIVEN[0]: cache}, **GREEDY)
     cache.reset()
     assert torch.equal(model.generate(ids, **{GIVEN[0]: cache}, **GREEDY), model.generate(ids, **GREEDY))
+
+
+@torch.no_grad()
+def test_what_a_cache_has_read_as_embeddings_is_not_known_later_either(model, ids):
+    cache = DynamicCache(config=model.config)
+    model(inputs_embeds=model.get_input_embeddings()(ids[:, :9]), cache=cache)
+    for piece in ids[:, 9:12].split(1, dim=1):
+        model(piece, cache=cache)
+    assert tokens_read(cache) == []
+    expected = model.generate(ids[:, :25], **GREEDY)[:, -8:]
+    found = model.generate(ids[:, 12:25], **{GIVEN[0]: cache}, **GREEDY)[:, -8:]  # all of it is new
+    assert torch.equal(found, expected)
+
+
+@torch.no_grad()
+def test_decoding_notes_tokens_in_one_list(model, ids):
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :9], cache=cache)
+    read = tokens_read(cache)
+    for piece in ids[:, 9:12].split(1, dim=1):
+        model(piece, cache=cache)
+        assert tokens_read(cache) is read
+    assert torch.equal(torch.cat(read, 1), ids[:, :12])
