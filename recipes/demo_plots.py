@@ -10,6 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from ..surgery.plots import save_figure
+
 
 def plot_losses(history: Sequence[dict], gains: Mapping[str, tuple[float, float]], path: Path) -> None:
     """The held-out loss during fine-tuning beside the source's, and at its end what was gained, with errors.
@@ -70,4 +72,4 @@ def _save(figure: Figure, path: Path) -> None:
     for axes in figure.axes[:2]:
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, format="png", metadata={"Software": None})
+    save_figure(figure, path)

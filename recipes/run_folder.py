@@ -11,7 +11,7 @@ from typing import Any
 
 from ..base.errors import OutputError, OutputExistsError, UsageError
 from ..base.files import write_text
-from ..base.siblings import try_lock
+from ..base.siblings import settle_leftovers, try_lock
 from .checkpointing import latest_checkpoint, prune
 from .config import Recipe, dump_recipe, load_recipe
 
@@ -113,8 +113,8 @@ def clear_run_folder(out: Path, recipe: Recipe, *, resume: bool) -> None:
     try:
         if resume:
             prune(out / "checkpoints", recipe.keep)
-            for path in (path for name in ("final", "adapter") for path in out.glob(f".{name}.tmp-*")):
-                shutil.rmtree(path, ignore_errors=True)
+            for name in ("final", "adapter"):
+                settle_leftovers(out / name)
         else:
             for path in (out / name for name in PARTS):
                 if path.is_dir():
