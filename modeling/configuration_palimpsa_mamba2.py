@@ -9,6 +9,8 @@ from transformers import PreTrainedConfig
 from ..base.errors import UsageError
 from .geometry import MixerGeometry
 
+_LARGEST_FP32 = 3.4028234663852886e38
+
 
 class PalimpsaMamba2Config(PreTrainedConfig):
     """The field names of the Mamba2 of transformers, and what the swapped layers add.
@@ -76,7 +78,9 @@ class PalimpsaMamba2Config(PreTrainedConfig):
         if self.beta_groups is None:
             self.beta_groups = self.head_dim
         low, high = self.time_step_limit if self.time_step_limit is not None else (0.0, math.inf)
-        self.time_step_limit = [float(low or 0.0), math.inf if high is None else float(high)]
+        # Steps are fp32: a bound from its largest number on, which some write for want of an infinity, is none.
+        high = math.inf if high is None or high >= _LARGEST_FP32 else float(high)
+        self.time_step_limit = [float(low or 0.0), high]
         self.layer_types = ["linear_attention"] * self.num_hidden_layers
         if self.hidden_act not in ("silu", "swish"):
             raise UsageError(

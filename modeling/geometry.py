@@ -57,8 +57,10 @@ class MixerGeometry:
                 f"config: beta_scale_form is {self.beta_scale_form!r}; it must be one of {', '.join(SCALE_FORMS)}"
             )
         low, high = self.time_step_limit
-        if not 0.0 <= low < high:
-            raise UsageError(f"config: time_step_limit is [{low}, {high}]; it must be two rising numbers from 0 on")
+        if not 0.0 <= low <= high:
+            raise UsageError(
+                f"config: time_step_limit is [{low}, {high}]; it must be two numbers from 0 on, the lower first"
+            )
 
     @property
     def inner_size(self) -> int:

@@ -105,7 +105,12 @@ def evaluate(
         results.append(_run(subject, text, settings, names))
         if lm_eval:
             results[-1][HARNESS] = run_tasks(
-                loaded, encoder, lm_eval, limit=lm_eval_limit, batch_size=1 if subject.device.type == "cpu" else 8
+                loaded,
+                encoder,
+                lm_eval,
+                length=settings.longest,
+                limit=lm_eval_limit,
+                batch_size=1 if subject.device.type == "cpu" else 8,
             )
         backends = _backends(loaded)
         del loaded, subject

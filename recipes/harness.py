@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ..base.console import counted
 from ..base.errors import EvaluationError, UsageError
 from .bootstrap import estimate
 from .suites import Measurement, SuiteResult
@@ -24,7 +25,7 @@ _AGREEMENT = 1e-6
 
 
 def run_tasks(
-    model: Any, tokenizer: Any, tasks: Sequence[str], *, limit: int | None = None, batch_size: int = 1
+    model: Any, tokenizer: Any, tasks: Sequence[str], *, length: int, limit: int | None = None, batch_size: int = 1
 ) -> SuiteResult:
     """Every metric of every task.
 
@@ -35,6 +36,8 @@ def run_tasks(
         model: a transformers causal LM.
         tokenizer: its tokenizer.
         tasks: names that the harness knows, or `.yaml` files of tasks of one's own.
+        length: tokens of a question that are read; a longer one loses its beginning, which a note says. Perplexities
+            are over windows of as many. The harness would take 2,048, as a Mamba2's config names no length.
         limit: questions of each task at most.
         batch_size: questions at a time.
 
@@ -63,15 +66,48 @@ def run_tasks(
         )
     try:
         with _kept_off_stdout():
-            harness_model = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
+            harness_model = _counting(HFLM)(
+                pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size, max_length=length
+            )
             found = simple_evaluate(harness_model, tasks=names, limit=limit, task_manager=manager, bootstrap_iters=1000)
+    except UsageError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise EvaluationError(
             f"--lm-eval {','.join(tasks)}: the harness stopped ({type(error).__name__}: {reason}); check the task's "
             f"file, and that its data can be reached"
         ) from error
-    return SuiteResult(_measurements(found))
+    cut = harness_model.cut
+    notes = [f"{counted(cut, 'input')} longer than {length:,} tokens lost the beginning; give more --lengths"]
+    return SuiteResult(_measurements(found), notes if cut else [])
+
+
+def _counting(base: type) -> type:
+    """The harness's model class, which cuts long inputs and says so only in a log, with a count of them in `cut`."""
+
+    class Counting(base):
+        cut = 0
+
+        def _loglikelihood_tokens(self, requests: Sequence[Any], *args: Any, **options: Any) -> Any:
+            room = self.max_length + 1  # the last token is only predicted
+            longest = max((len(continuation) for _, _, continuation in requests), default=0)
+            if longest > self.max_length:
+                raise UsageError(
+                    f"lengths: an answer of the task has {counted(longest, 'token')}, and at most {self.max_length} "
+                    "are read; give more --lengths"
+                )
+            self.cut += sum(len(context) + len(continuation) > room for _, context, continuation in requests)
+            return super()._loglikelihood_tokens(requests, *args, **options)
+
+        def tok_batch_encode(self, *args: Any, left_truncate_len: int | None = None, **options: Any) -> Any:
+            ids, mask = super().tok_batch_encode(*args, **options)
+            if left_truncate_len is None:
+                return ids, mask
+            self.cut += int((mask.sum(1) > left_truncate_len).sum())
+            return ids[:, -left_truncate_len:], mask[:, -left_truncate_len:]
+
+    return Counting
 
 
 @contextlib.contextmanager

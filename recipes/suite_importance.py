@@ -34,7 +34,7 @@ def run(subject: Subject, text: EvalText, options: EvalOptions) -> SuiteResult:
         for length, layer in seen[0]:
             values = [getattr(window[length, layer], attribute) for window in seen]
             found.append(Measurement(name, "ratio", _samples(values), {"layer": layer, "length": length}))
-    return SuiteResult(found + _heads(seen))
+    return SuiteResult(found + _heads(seen), text.shortfall(options.longest))
 
 
 def _heads(seen: list[dict[tuple[int, int], LayerImportance]]) -> list[Measurement]:

@@ -35,7 +35,7 @@ def run(subject: Subject, text: EvalText, options: EvalOptions) -> SuiteResult:
         samples = np.stack([piece.sum(axis=1), np.full(len(piece), piece.shape[1])], axis=1)
         at = {"from": start, "to": stop - 1}
         found.append(Measurement("loss", "nats", samples, at, "lower"))
-    return SuiteResult(found)
+    return SuiteResult(found, text.shortfall(options.longest))
 
 
 def draw(rows: Sequence, names: Sequence[str], path: Path) -> None:

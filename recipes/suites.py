@@ -178,6 +178,13 @@ class EvalText:
             return self._blocks[:1]
         return [block[i : i + length] for block in self._blocks for i in range(0, size - length + 1, length)]
 
+    def shortfall(self, length: int) -> list[str]:
+        """A note where the windows of `windows` are shorter than asked for."""
+        actual = len(self.windows(length)[0])
+        if actual == length:
+            return []
+        return [f"the text does not fill a window of {length} tokens; one of {actual} was used instead"]
+
     def filler(self, length: int, number: int) -> np.ndarray:
         """`length` tokens of running text, another part of it for each `number` as far as it goes round.
 

@@ -52,8 +52,12 @@ class Located(NamedTuple):
     rule: Rule
 
 
-def merge(files: list[WeightsFile]) -> dict[str, WeightsFile]:
-    """The file of each tensor; refuses a name that two files hold."""
+def merge(files: list[WeightsFile], weight_map: Mapping[str, str]) -> dict[str, WeightsFile]:
+    """The file of each tensor.
+
+    Raises:
+        CheckpointError: two files hold a tensor of one name, or the index (`weight_map`) names another file for it.
+    """
     owners: dict[str, WeightsFile] = {}
     for file in files:
         for name in file.tensors:
@@ -65,6 +69,12 @@ def merge(files: list[WeightsFile]) -> dict[str, WeightsFile]:
             owners[name] = file
     if not owners:
         raise CheckpointError(f"{files[0].path.name}: holds no tensors, expected a model's weights; write it again")
+    lost = [name for name, file in weight_map.items() if name not in owners or owners[name].path.name != file]
+    if lost:
+        raise CheckpointError(
+            f"{weight_map[lost[0]]}: holds no tensor {lost[0]}, though the index says so ({len(lost)} in all); the "
+            "index belongs to other shards, so download both again"
+        )
     return owners
 
 

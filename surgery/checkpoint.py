@@ -28,6 +28,7 @@ from .sources import (
     special_token_ids,
     tokenizer_files,
     weight_files,
+    weight_map,
 )
 from .weights import PIECE_BYTES, Extent, WeightsFile
 
@@ -181,7 +182,7 @@ def open_checkpoint(src: str | Path, *, revision: str | None = None, token: str 
             missing, unexpected or of the wrong shape.
     """
     source = resolve(src, revision=revision, token=token)
-    tensors = merge([open_weights(path) for path in weight_files(source.folder)])
+    tensors = merge([open_weights(path) for path in weight_files(source.folder)], weight_map(source.folder))
     layout = detect(source.folder, {name: file.tensors[name] for name, file in tensors.items()})
     located, dropped, strangers = locate(layout, tensors)
     notes = [*layout.notes, *resolve_vocabulary(layout, located)]

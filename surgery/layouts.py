@@ -9,61 +9,33 @@ from typing import Any, NamedTuple
 
 from ..base.console import are, counted, listed
 from ..base.errors import CheckpointError
+from .config_keys import (
+    CODESTRAL_READ,
+    HF_DEFAULTS,
+    HF_READ,
+    PALIMPSA_DEFAULTS,
+    PALIMPSA_KEYS,
+    PALIMPSA_READ,
+    SSM_DEFAULTS,
+    SSM_READ,
+    account_for,
+    number,
+    refuse_other,
+    require,
+    require_size,
+    require_switch,
+    resolve_aliases,
+    shown,
+    step_limit,
+)
 from .keymap import strip_wrappers
 from .metamamba2 import MARKS, MODEL_TYPES, SOFTPLUS_NOTE, translate_config
 from .sources import read_foreign_json
 from .weights import TensorInfo
 
-_INF = float("inf")
-# Defaults of mamba_ssm 2.3.2's Mamba2 module, for the keys a `ssm_cfg` leaves out.
-_SSM_DEFAULTS: dict[str, Any] = {
-    "d_state": 128,
-    "d_conv": 4,
-    "expand": 2,
-    "headdim": 64,
-    "d_ssm": None,
-    "ngroups": 1,
-    "D_has_hdim": False,
-    "rmsnorm": True,
-    "norm_before_gate": False,
-    "dt_min": 0.001,
-    "dt_max": 0.1,
-    "dt_init_floor": 1e-4,
-    "dt_limit": (0.0, _INF),
-    "bias": False,
-    "conv_bias": True,
-    "chunk_size": 256,
-}
 _SSM_SIZES = ("d_state", "d_conv", "expand", "headdim", "ngroups", "chunk_size")
 # Keys of `ssm_cfg` that concern initialisation or speed, never the function a trained model computes.
 _SSM_IGNORED = {"layer", "A_init_range", "conv_init", "use_mem_eff_path", "process_group", "sequence_parallel"}
-# Defaults of transformers' Mamba2Config.
-_HF_DEFAULTS: dict[str, Any] = {
-    "num_heads": 128,
-    "head_dim": 64,
-    "vocab_size": 32768,
-    "hidden_size": 4096,
-    "state_size": 128,
-    "num_hidden_layers": 64,
-    "layer_norm_epsilon": 1e-5,
-    "pad_token_id": 1,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-    "expand": 2,
-    "conv_kernel": 4,
-    "n_groups": 8,
-    "use_bias": False,
-    "use_conv_bias": True,
-    "hidden_act": "silu",
-    "initializer_range": 0.1,
-    "residual_in_fp32": True,
-    "time_step_min": 0.001,
-    "time_step_max": 0.1,
-    "time_step_floor": 1e-4,
-    "time_step_limit": (0.0, _INF),
-    "chunk_size": 256,
-}
-_PALIMPSA_KEYS = ("palimpsa_layers", "beta_rank", "beta_groups", "beta_scale_form", "train_prior")
 # Sizes that index shapes: anything but a positive whole number is a fault of the file.
 _SIZES = (
     "hidden_size",
@@ -140,34 +112,45 @@ def _from_mamba_ssm(path: Path, content: dict[str, Any]) -> Layout:
     if not isinstance(ssm, dict):
         raise CheckpointError(f"{where}:ssm_cfg: holds a {type(ssm).__name__}, expected a table; correct the config")
     _refuse_hybrid(where, content)
-    kind = ssm.get("layer", "Mamba2")
-    if kind != "Mamba2":
-        raise CheckpointError(f"{where}:ssm_cfg.layer: is {kind!r}, only Mamba2 layers are supported")
-    unknown = sorted(set(ssm) - set(_SSM_DEFAULTS) - _SSM_IGNORED)
+    refuse_other(where, "layer", ssm.get("layer"), "ssm_cfg.")
+    unknown = sorted(set(ssm) - set(SSM_DEFAULTS) - _SSM_IGNORED)
     if unknown:
         raise CheckpointError(
             f"{where}:ssm_cfg: has keys that mamba_ssm's Mamba2 does not know ({', '.join(unknown)}); remove them if "
             "they do not change the model"
         )
-    settings = {**_SSM_DEFAULTS, **ssm}
+    settings = {**SSM_DEFAULTS, **ssm}
     _refuse_variants(where, content, settings)
+    notes = account_for(where, content, SSM_READ)
     width = content["d_model"]
     config = {
         **_ssm_geometry(where, settings, width),
         "num_hidden_layers": content["n_layer"],
         "vocab_size": content.get("vocab_size"),
-        "residual_in_fp32": bool(content.get("residual_in_fp32", True)),
+        "residual_in_fp32": content.get("residual_in_fp32", True),
         "bos_token_id": content.get("bos_token_id"),
         "eos_token_id": content.get("eos_token_id"),
         "pad_token_id": content.get("pad_token_id"),
     }
-    return Layout("mamba_ssm", config, content.get("tie_embeddings", True), path)
+    return Layout("mamba_ssm", config, _says_tied(where, content, "tie_embeddings", True), path, tuple(notes))
+
+
+def _says_tied(where: str, content: dict[str, Any], key: str, default: bool | None) -> bool | None:
+    said = content.get(key, default)
+    if said is not None:
+        require_switch(where, key, said)
+    return said
 
 
 def _ssm_geometry(where: str, settings: dict[str, Any], width: int) -> dict[str, Any]:
     """The part of the config that a `ssm_cfg`, completed by its defaults, decides."""
     for key, value in (("d_model", width), *((f"ssm_cfg.{key}", settings[key]) for key in _SSM_SIZES)):
-        _require_size(where, key, value)
+        require_size(where, key, value)
+    for key, default in SSM_DEFAULTS.items():
+        if isinstance(default, bool):
+            require_switch(where, f"ssm_cfg.{key}", settings[key])
+        elif isinstance(default, float):
+            number(where, f"ssm_cfg.{key}", settings[key])
     inner = settings["expand"] * width
     if settings["d_ssm"] not in (None, inner):
         raise CheckpointError(
@@ -187,14 +170,14 @@ def _ssm_geometry(where: str, settings: dict[str, Any], width: int) -> dict[str,
         "n_groups": settings["ngroups"],
         "expand": settings["expand"],
         "conv_kernel": settings["d_conv"],
-        "use_bias": bool(settings["bias"]),
-        "use_conv_bias": bool(settings["conv_bias"]),
+        "use_bias": settings["bias"],
+        "use_conv_bias": settings["conv_bias"],
         "hidden_act": "silu",
         "layer_norm_epsilon": 1e-5,
         "time_step_min": settings["dt_min"],
         "time_step_max": settings["dt_max"],
         "time_step_floor": settings["dt_init_floor"],
-        "time_step_limit": _limit(f"{where}:ssm_cfg.dt_limit", settings["dt_limit"]),
+        "time_step_limit": step_limit(f"{where}:ssm_cfg.dt_limit", settings["dt_limit"]),
         "chunk_size": settings["chunk_size"],
     }
 
@@ -216,55 +199,66 @@ def _refuse_hybrid(where: str, content: dict[str, Any]) -> None:
 
 def _refuse_variants(where: str, content: dict[str, Any], settings: dict[str, Any]) -> None:
     """Options of mamba_ssm that change the computed function and that this package's mixer does not have."""
+    for key in ("D_has_hdim", "rmsnorm"):
+        refuse_other(where, key, settings[key], "ssm_cfg.")
     variants = {
-        "ssm_cfg.D_has_hdim": (settings["D_has_hdim"], False),
-        "ssm_cfg.rmsnorm": (settings["rmsnorm"], True),
         "ssm_cfg.norm_before_gate": (settings["norm_before_gate"], False),
-        "rms_norm": (content.get("rms_norm", True), True),
         "norm_epsilon": (content.get("norm_epsilon", 1e-5), 1e-5),
-        "bidirectional": (content.get("bidirectional", False), False),
     }
     for key, (value, supported) in variants.items():
         if value != supported:
             raise CheckpointError(
-                f"{where}:{key}: is {value}, only {supported} is supported; choose a checkpoint without this variant"
+                f"{where}:{key}: is {shown(value)}, only {supported} is supported; choose a checkpoint without this "
+                "variant"
             )
 
 
 def _from_codestral(path: Path, content: dict[str, Any]) -> Layout:
     """Mistral's `params.json`; it fixes what it does not say to mamba_ssm's defaults."""
+    notes = account_for(path.name, content, CODESTRAL_READ)
     translated = {
-        **{key: content[key] for key in ("vocab_size", "residual_in_fp32", "rms_norm") if key in content},
+        **{key: content[key] for key in ("vocab_size", "residual_in_fp32", "norm_epsilon") if key in content},
         "d_model": content["dim"],
         "n_layer": content["n_layers"],
         "tie_embeddings": content.get("tie_embeddings", False),
         "ssm_cfg": {"layer": "Mamba2", "ngroups": content.get("n_groups", 1)},
     }
-    return _from_mamba_ssm(path, translated)._replace(name="codestral")
+    return _from_mamba_ssm(path, translated)._replace(name="codestral", notes=tuple(notes))
 
 
 def _from_hf(path: Path, content: dict[str, Any]) -> Layout:
     where, kind = path.name, content.get("model_type", "mamba2")
-    if kind not in ("mamba2", "palimpsa_mamba2"):
+    content = resolve_aliases(where, content)
+    if kind not in ("mamba2", "palimpsa_mamba2") or not {"hidden_size", "num_hidden_layers"} <= set(content):
         raise CheckpointError(_unknown(where, content))
     if content.get("quantization_config"):
         raise CheckpointError(
             f"{where}:quantization_config: the weights are quantised, expected bf16, fp16 or fp32; "
             "use the original model"
         )
-    config = {key: content.get(key, default) for key, default in _HF_DEFAULTS.items()}
-    if config["hidden_act"] not in ("silu", "swish"):
-        raise CheckpointError(f"{where}:hidden_act: is {config['hidden_act']!r}, only silu is supported")
-    config["time_step_limit"] = _limit(f"{where}:time_step_limit", config["time_step_limit"])
-    notes = []
+    converted = kind == "palimpsa_mamba2"
+    defaults = PALIMPSA_DEFAULTS if converted else HF_DEFAULTS
+    config = {key: content.get(key, default) for key, default in defaults.items()}
+    config["time_step_limit"] = step_limit(f"{where}:time_step_limit", config["time_step_limit"])
+    notes = account_for(where, content, PALIMPSA_READ if converted else HF_READ)
+    _refuse_other_width(where, content, config)
     if content.get("norm_before_gate"):
         # Early exports carry true, Codestral's among them, though no release of the class ever read the key.
         notes.append(f"{where} says norm_before_gate, a key without effect: the gate is applied before the norm")
-    if kind == "palimpsa_mamba2":
+    if converted:
         config.update(_palimpsa_keys(where, content, config["num_hidden_layers"]))
-    return Layout(
-        "hf_mamba2" if kind == "mamba2" else kind, config, content.get("tie_word_embeddings"), path, tuple(notes)
-    )
+    tied = _says_tied(where, content, "tie_word_embeddings", None)
+    return Layout(kind if converted else "hf_mamba2", config, tied, path, tuple(notes))
+
+
+def _refuse_other_width(where: str, content: dict[str, Any], config: dict[str, Any]) -> None:
+    """`intermediate_size`, which some exports spell out, is the width of the mixer and nothing else."""
+    said, expand, width = content.get("intermediate_size"), config["expand"], config["hidden_size"]
+    if said and type(expand) is int and type(width) is int and said != expand * width:
+        raise CheckpointError(
+            f"{where}:intermediate_size: is {shown(said)}, expected expand * hidden_size = {expand * width}; "
+            "blocks with an MLP are not supported"
+        )
 
 
 def _from_meta_mamba2(path: Path, content: dict[str, Any]) -> Layout:
@@ -278,19 +272,24 @@ def _from_meta_mamba2(path: Path, content: dict[str, Any]) -> Layout:
 
 
 def _palimpsa_keys(where: str, content: dict[str, Any], layers: int) -> dict[str, Any]:
-    _require_size(where, "num_hidden_layers", layers)
-    keys = {key: content[key] for key in _PALIMPSA_KEYS if key in content}
+    require_size(where, "num_hidden_layers", layers)
+    keys = {key: content[key] for key in PALIMPSA_KEYS if key in content}
     swapped = keys.get("palimpsa_layers")
     if not isinstance(swapped, list) or not all(isinstance(i, int) and 0 <= i < layers for i in swapped):
         raise CheckpointError(
             f"{where}:palimpsa_layers: is {swapped!r}, expected a list of layers from 0 to {layers - 1}; "
             "restore the config that was written with the weights"
         )
-    if swapped and not {"beta_rank", "beta_groups"} <= set(keys):
+    absent = [key for key in ("beta_rank", "beta_groups", "beta_scale_form") if swapped and keys.get(key) is None]
+    if absent:
         raise CheckpointError(
-            f"{where}: lists swapped layers but not beta_rank and beta_groups; "
-            "restore the config written with the weights"
+            f"{where}: lists swapped layers but not {' and '.join(absent)}; restore the config written with the weights"
         )
+    if "beta_scale_form" in keys:
+        form = keys["beta_scale_form"]
+        require(form in ("abs", "softplus"), where, "beta_scale_form", form, "abs or softplus")
+    if "train_prior" in keys:
+        require_switch(where, "train_prior", keys["train_prior"])
     return keys
 
 
@@ -317,38 +316,16 @@ def _check_geometry(where: str, config: dict[str, Any], tensors: int) -> None:
 def _check_types(where: str, config: dict[str, Any]) -> None:
     """Sizes are whole numbers above 0; switches, numbers and token ids are of the kind of their defaults."""
     for key, value in config.items():
-        default = _HF_DEFAULTS.get(key)
+        default = HF_DEFAULTS.get(key)
         if key in _SIZES:
-            _require_size(where, key, value)
+            require_size(where, key, value)
         elif isinstance(default, bool):
-            _require(isinstance(value, bool), where, key, value, "true or false")
+            require_switch(where, key, value)
         elif isinstance(default, float):
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            _require(number and value >= 0, where, key, value, "a number from 0 up")
+            config[key] = number(where, key, value, **({"most": 1.0} if key == "layer_norm_epsilon" else {}))
         elif key.endswith("_token_id"):
             ids = value if isinstance(value, list) and key == "eos_token_id" else [value]
-            _require(all(i is None or type(i) is int for i in ids), where, key, value, "a token's number")
-
-
-def _require(right: bool, where: str, key: str, value: Any, expected: str) -> None:
-    if not right:
-        raise CheckpointError(f"{where}: gives {key} = {value!r}, expected {expected}; correct it")
-
-
-def _require_size(where: str, key: str, value: Any) -> None:
-    _require(type(value) is int and value > 0, where, key, value, "a whole number above 0")
-
-
-def _limit(where: str, value: Any) -> tuple[float, float]:
-    """The clamp of the step size. An upper end of None is no limit, as JSON has no infinity."""
-    try:
-        low, high = value
-        low, high = float(low), _INF if high is None else float(high)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{where}: is {value!r}, expected two numbers; correct the config") from error
-    if not 0 <= low <= high:
-        raise CheckpointError(f"{where}: is {value!r}, expected 0 <= low <= high; correct the config")
-    return low, high
+            require(all(i is None or type(i) is int for i in ids), where, key, value, "a token's number")
 
 
 def _unknown(where: str, content: dict[str, Any]) -> str:
@@ -371,5 +348,6 @@ _CONFIG_READERS: tuple[tuple[set[str], _Reader], ...] = (
     ({"hidden_size", "num_hidden_layers"}, _from_hf),
     ({"d_model", "n_layer"}, _from_mamba_ssm),
     ({"dim", "n_layers"}, _from_codestral),
+    ({"model_type"}, _from_hf),
 )
 _PARAMS_READERS: tuple[tuple[set[str], _Reader], ...] = (({"dim", "n_layers"}, _from_codestral),)

@@ -40,6 +40,8 @@ _DEFAULTS: dict[str, Any] = {
     "metaplasticity": True,
     "rms_norm": True,
 }
+# Keys that are read here, and those that say how the model was trained.
+_TRANSLATED = {"norm_eps", "metaplasticity", "beta_step_rank", "finetuning"}
 
 
 def translate_config(where: str, content: dict[str, Any]) -> dict[str, Any]:
@@ -65,7 +67,7 @@ def translate_config(where: str, content: dict[str, Any]) -> dict[str, Any]:
         raise CheckpointError(f"{where}:rms_norm: is false, only true is supported; choose another checkpoint")
     width, expand, size = (_whole(where, key, settings[key]) for key in ("hidden_size", "expand", "head_dim"))
     translated = {
-        **{key: value for key, value in settings.items() if key not in ("norm_eps", "auto_map", "architectures")},
+        **{key: value for key, value in settings.items() if key not in _TRANSLATED},
         "model_type": "mamba2",
         "num_heads": content.get("num_heads", expand * width // size),
         "layer_norm_epsilon": settings["norm_eps"],

@@ -138,7 +138,7 @@ def copy_without_paths(source: Path, target: Path) -> None:
     """
     if source.suffix == ".json" and source.stat().st_size < 2**20:
         try:
-            content = json.loads(source.read_text(encoding="utf-8"))
+            content = json.loads(source.read_text(encoding="utf-8-sig"))
         except (ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"{source}: is no JSON in UTF-8 ({str(error).partition(';')[0]}); fetch or write this file of the "

@@ -52,6 +52,7 @@ SIDE_FILES = (
     *TOKENIZER_PATTERNS,
 )
 _NOT_WEIGHTS = (".", "adapter_model", "optimizer", "scheduler", "rng_state", "training_args", "scaler")
+_INDEX = ".index.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -111,14 +112,16 @@ def weight_files(folder: Path) -> list[Path]:
     """The paths of the weight files of a folder, shards in the order of their names.
 
     Raises:
-        CheckpointError: no weights, an index that is broken, points outside its folder, or names absent files.
+        CheckpointError: no weights, two sets of them, an index that is broken, points outside its folder, or names
+            absent files.
     """
-    names = [path.name for path in folder.iterdir() if path.is_file()]
+    names = {path.name for path in folder.iterdir() if path.is_file()}
     chosen = select_weights(names)
     if not chosen:
         raise CheckpointError(_no_weights(folder, names))
-    if chosen[0].endswith(".index.json"):
-        files = _indexed_files(folder, chosen[0])
+    _refuse_two_sets(folder.name, chosen, names)
+    if chosen[0].endswith(_INDEX):
+        files = _indexed_files(folder, chosen[0], names)
     else:
         files = list(chosen)
     others = [name for name in names if fnmatch(name, "*.safetensors") or fnmatch(name, "*pytorch_model*.bin")]
@@ -133,6 +136,16 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in files]
 
 
+def weight_map(folder: Path) -> dict[str, str]:
+    """The file of each tensor by the word of the index that `weight_files` reads; {} where it reads none.
+
+    Raises:
+        CheckpointError: the index is broken.
+    """
+    chosen = select_weights(path.name for path in folder.iterdir() if path.is_file())
+    return _read_index(folder, chosen[0]) if chosen and chosen[0].endswith(_INDEX) else {}
+
+
 def tokenizer_files(folder: Path) -> tuple[Path, ...]:
     """The files a tokenizer is loaded from, by their usual names."""
     files = (path for path in folder.iterdir() if path.is_file())
@@ -142,15 +155,24 @@ def tokenizer_files(folder: Path) -> tuple[Path, ...]:
 def read_foreign_json(path: Path) -> dict[str, Any]:
     """Reads a JSON table that other programs wrote: Python's `Infinity`, and transformers' `{"__float__": ...}` too.
 
+    A byte order mark is read over, as editors on Windows put one in front.
+
     Raises:
-        CheckpointError: the file is not a JSON table.
+        CheckpointError: the file is not a JSON table, or gives a key twice.
     """
 
-    def decode(table: dict[str, Any]) -> Any:
+    def decode(pairs: list[tuple[str, Any]]) -> Any:
+        table = dict(pairs)
+        if len(table) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twin = next(key for key in keys if keys.count(key) > 1)
+            raise CheckpointError(f"{path.name}:{twin}: is given twice; keep one of them")
         return float(table["__float__"]) if set(table) == {"__float__"} else table
 
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_hook=decode)
+        content = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=decode)
+    except CheckpointError:
+        raise
     except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path.name}: is not JSON ({error}); write or download the file again") from error
     if not isinstance(content, dict):
@@ -210,16 +232,20 @@ def license_files(folder: Path) -> tuple[Path, ...]:
     )
 
 
-def _indexed_files(folder: Path, index: str) -> list[str]:
-    weight_map = read_foreign_json(folder / index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+def _read_index(folder: Path, index: str) -> dict[str, str]:
+    found = read_foreign_json(folder / index).get("weight_map")
+    if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
         raise CheckpointError(f"{index}: has no usable weight_map, expected tensor names and files; write it again")
-    files = sorted(set(weight_map.values()))
+    return found
+
+
+def _indexed_files(folder: Path, index: str, names: set[str]) -> list[str]:
+    files = sorted(set(_read_index(folder, index).values()))
     for name in files:
         parts = PurePosixPath(name.replace("\\", "/")).parts
         if len(parts) != 1 or parts[0] in ("..", "/") or ":" in name:
-            raise CheckpointError(f"{index}: weight_map points to {name!r}, outside its folder; this is refused")
-    missing = [name for name in files if not (folder / name).is_file()]
+            raise CheckpointError(f"{index}: weight_map points to {name[:80]!r}, outside its folder; this is refused")
+    missing = [name[:80] for name in files if name not in names]  # a name may be longer than any system opens
     if missing:
         raise CheckpointError(
             f"{index}: of its {counted(len(files), 'file')} {len(missing)} cannot be found ({', '.join(missing[:5])}); "
@@ -228,7 +254,18 @@ def _indexed_files(folder: Path, index: str) -> list[str]:
     return files
 
 
-def _no_weights(folder: Path, names: list[str]) -> str:
+def _refuse_two_sets(where: str, chosen: tuple[str, ...], names: set[str]) -> None:
+    """One file beside shards of the same name: nobody can tell which of the two is the model."""
+    stem, _, suffix = chosen[0].rpartition(".")
+    shards = sorted(name for name in names if re.fullmatch(rf"{re.escape(stem)}-\d+-of-\d+\.{suffix}", name))
+    if len(chosen) == 1 and shards:
+        raise CheckpointError(
+            f"{where}: holds {chosen[0]} and {counted(len(shards), 'shard')} ({shards[0]} ...), which are two sets of "
+            "weights; remove the one that is not the model"
+        )
+
+
+def _no_weights(folder: Path, names: set[str]) -> str:
     if not names and not any(folder.iterdir()):
         return f"{folder}: is an empty folder, expected config.json and weights"
     if any(name.startswith("adapter_model") for name in names):
@@ -247,7 +284,7 @@ def _download(repo: str, revision: str | None, token: str | None) -> Path:
         patterns: list[str] | None = None
         try:
             names = HfApi(token=token).list_repo_files(repo, revision=revision)
-            patterns = _patterns(names)
+            patterns = _patterns(repo, names)
         except (hub.OfflineModeIsEnabled, httpx.TransportError, ConnectionError) as error:
             logger.info("%s: the Hub cannot be reached (%s), using the files in the cache", repo, type(error).__name__)
         folder = snapshot_download(
@@ -276,10 +313,12 @@ def _download(repo: str, revision: str | None, token: str | None) -> Path:
     return Path(folder)
 
 
-def _patterns(names: list[str]) -> list[str]:
+def _patterns(repo: str, names: list[str]) -> list[str]:
     """What to fetch of a repository that holds the files `names`."""
     chosen = list(select_weights(names))
-    if chosen and chosen[0].endswith(".index.json"):
-        stem, suffix = chosen[0].removesuffix(".index.json").rsplit(".", 1)
+    if chosen:
+        _refuse_two_sets(repo, tuple(chosen), set(names))
+    if chosen and chosen[0].endswith(_INDEX):
+        stem, suffix = chosen[0].removesuffix(_INDEX).rsplit(".", 1)
         chosen.append(f"{stem}-*.{suffix}")
     return [*SIDE_FILES, *chosen]

@@ -47,7 +47,7 @@ def test_is_frozen():
         ({"beta_groups": 0}, "beta_groups is 0"),
         ({"beta_scale_form": "linear"}, "beta_scale_form is 'linear'; it must be one of abs, softplus"),
         ({"time_step_limit": (0.2, 0.1)}, r"time_step_limit is \[0.2, 0.1\]"),
-        ({"time_step_limit": (-1.0, 0.1)}, "two rising numbers from 0 on"),
+        ({"time_step_limit": (-1.0, 0.1)}, "two numbers from 0 on, the lower first"),
     ],
 )
 def test_refuses_what_cannot_be_built(over, message):

@@ -3,16 +3,19 @@
 import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from palimpsa_surgery.base.errors import EvaluationError, UsageError
 from palimpsa_surgery.base.text import embedded_checkpoint_path
 from palimpsa_surgery.recipes import harness
 from palimpsa_surgery.recipes.evaluation import evaluate
+from transformers import AutoTokenizer
 
 DATA = Path(__file__).parents[1] / "data"
 TASKS = [str(DATA / "tiny_task.yaml"), str(DATA / "tiny_text_task.yaml")]
@@ -43,6 +46,45 @@ def test_each_metric_of_each_task_is_a_row(report):
     for row in rows.values():
         assert row.samples == 6, "paired over the questions"
         assert row.difference.error is not None
+
+
+@needs_harness
+@pytest.mark.parametrize("length", [64, 8])
+def test_questions_longer_than_asked_for_are_counted(length):
+    questions = runpy.run_path(str(DATA / "tiny_task.py"))["QUESTIONS"]
+    pairs = [(prompt, ending) for prompt, endings, _ in questions for ending in endings]
+    tokenizer = AutoTokenizer.from_pretrained(embedded_checkpoint_path())
+    longer = sum(len(tokenizer(f"{prompt} {ending}")["input_ids"]) > length + 1 for prompt, ending in pairs)
+    assert (longer > 0) == (length == 8)
+    notes = evaluate(embedded_checkpoint_path(), lm_eval=TASKS[:1], lengths=(length,)).suites["lm_eval"].notes
+    assert notes == (
+        [f"{longer} inputs longer than 8 tokens lost the beginning; give more --lengths"] if longer else []
+    )
+
+
+@needs_harness
+def test_an_answer_longer_than_asked_for_is_refused():
+    with pytest.raises(UsageError, match=r"an answer of the task has .* tokens, and at most 2 are read; give more"):
+        evaluate(embedded_checkpoint_path(), lm_eval=TASKS[:1], lengths=(2,))
+
+
+class Encoder:
+    """As much of the harness's model as cuts: rows of tokens, padded on the left."""
+
+    max_length = 3
+
+    def tok_batch_encode(self, rows):
+        width = max(map(len, rows))
+        ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+        return ids, (ids > 0).long()
+
+
+def test_prompts_of_generation_that_are_cut_are_counted():
+    model = harness._counting(Encoder)()
+    ids, mask = model.tok_batch_encode([[1, 2, 3, 4], [5, 6], [7, 8, 9]], left_truncate_len=3)
+    assert model.cut == 1
+    assert ids.tolist() == [[2, 3, 4], [0, 5, 6], [7, 8, 9]]
+    assert mask.tolist() == [[1, 1, 1], [0, 1, 1], [1, 1, 1]]
 
 
 @pytest.mark.slow
@@ -94,7 +136,7 @@ def converted_by_hand(model_folder, tmp_path_factory):
 def test_without_the_package_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(EvaluationError, match=r"needs the package lm-eval.*install palimpsa-surgery\[eval\]"):
-        harness.run_tasks(None, None, ["lambada"])
+        harness.run_tasks(None, None, ["lambada"], length=2048)
 
 
 @needs_harness

@@ -1,6 +1,7 @@
 """What cannot be opened is refused with one line that says what was wrong and where."""
 
 import json
+import math
 import pickle
 
 import pico
@@ -84,6 +85,110 @@ def test_variants_of_mamba_ssm_are_refused_by_name(tmp_path, changes, match):
 def test_variants_of_transformers_are_refused_by_name(tmp_path, changes, match):
     pico.write_hf(tmp_path, config=changes)
     refused(tmp_path, match)
+
+
+def plain_config(folder):
+    """What the folder opens as, less the paths and notes."""
+    return open_checkpoint(folder).config
+
+
+@pytest.mark.parametrize(
+    ("other", "usual"),
+    [
+        ("d_model", "hidden_size"),
+        ("num_layers", "num_hidden_layers"),
+        ("headdim", "head_dim"),
+        ("ssm_state_size", "state_size"),
+        ("ngroups", "n_groups"),
+        ("d_conv", "conv_kernel"),
+        ("norm_eps", "layer_norm_epsilon"),
+        ("dt_limit", "time_step_limit"),
+    ],
+)
+def test_names_of_other_programs_are_read(tmp_path, other, usual):
+    """`other` alone is `usual`; both of one value are fine; of two values they are refused."""
+    values = {"layer_norm_epsilon": 1e-4, "time_step_limit": [0.0, 0.5]}
+    pico.write_hf(tmp_path, config={key: values[key] for key in [usual] if key in values})
+    path = tmp_path / "config.json"
+    content, expected = json.loads(path.read_text()), plain_config(tmp_path)
+    value = content[usual]
+    renamed = {**{key: held for key, held in content.items() if key != usual}, other: value}
+    for spelled in (renamed, {**content, other: value}):
+        path.write_text(json.dumps(spelled))
+        assert plain_config(tmp_path) == expected
+        assert open_checkpoint(tmp_path).notes == ()
+    path.write_text(json.dumps({**content, other: [0.0, 0.1] if isinstance(value, list) else value * 2}))
+    refused(tmp_path, rf"gives {other} = .* and {usual} = .*, two names of one setting")
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"num_attention_heads": 4}, "num_attention_heads: is 4, which asks for more than Mamba2 blocks"),
+        ({"attn_layer_indices": [3]}, r"attn_layer_indices: is \[3\]"),
+        ({"num_local_experts": 8}, "num_local_experts: is 8"),
+        ({"embedding_multiplier": 12}, "embedding_multiplier: is 12"),
+        ({"logits_scaling": 8.0}, "logits_scaling: is 8.0"),
+        ({"mlp_hidden_size": 64}, "mlp_hidden_size: is 64"),
+        ({"intermediate_size": 64}, r"intermediate_size: is 64, expected expand \* hidden_size = 32"),
+        ({"rms_norm": False}, "rms_norm: is False, only True"),
+        ({"norm_type": "layernorm"}, "norm_type: is 'layernorm', only rms_norm"),
+        ({"bidirectional": True}, "bidirectional: is True, only False"),
+        (
+            {"chunk_size": 10**30},
+            "chunk_size = 1000000000000000000000000000000, expected a whole number above 0 and bel",
+        ),
+        ({"layer_norm_epsilon": 10**30}, "layer_norm_epsilon = .*, expected a number from 0 to 1"),
+        ({"use_conv_bias": "x"}, "use_conv_bias = 'x', expected true or false"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes', expected true or false"),
+    ],
+)
+def test_settings_that_change_what_is_computed_are_refused(tmp_path, changes, match):
+    pico.write_hf(tmp_path, config=changes)
+    refused(tmp_path, match)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"embedding_multiplier": 1.0, "logits_scaling": 1},
+        {"num_attention_heads": 0, "attn_layer_idx": [], "use_mlp": False},
+        {"intermediate_size": 32, "rms_norm": True},
+        {"fuse_norm": True, "use_cache": False, "max_position_embeddings": 2048, "A_init_range": [1, 16]},
+        {"_commit_hash": "abc", "torch_dtype": "bfloat16", "id2label": {"0": "a"}},
+    ],
+)
+def test_settings_that_change_nothing_are_passed_over(tmp_path, changes):
+    pico.write_hf(tmp_path / "plain")
+    pico.write_hf(tmp_path / "more", config=changes)
+    assert plain_config(tmp_path / "more") == plain_config(tmp_path / "plain")
+    assert open_checkpoint(tmp_path / "more").notes == ()
+
+
+@pytest.mark.parametrize("writer", [pico.write_mamba_ssm, pico.write_hf, pico.write_codestral])
+def test_settings_that_nobody_knows_are_noted(tmp_path, writer):
+    writer(tmp_path, config={"state_dropout": 0.1, "gate_order": "last"})
+    (note,) = open_checkpoint(tmp_path).notes
+    assert "2 keys that this package does not know" in note
+    assert "state_dropout = 0.1, gate_order = 'last'" in note
+
+
+@pytest.mark.parametrize(
+    ("limit", "read"),
+    [
+        (None, (0.0, math.inf)),
+        ([None, None], (0.0, math.inf)),
+        ([0.01, 1e308], (0.01, math.inf)),
+        ([0.1, 0.1], (0.1, 0.1)),
+    ],
+)
+def test_no_limit_of_the_step_size_in_every_spelling(tmp_path, limit, read):
+    """JSON has no infinity; the config of the swapped model reads the same words."""
+    pico.write_hf(tmp_path / "hf", config={"time_step_limit": limit})
+    pico.write_mamba_ssm(tmp_path / "ssm", config={"ssm_cfg": {"headdim": 8, "d_state": 8, "dt_limit": limit}})
+    for name in ("hf", "ssm"):
+        assert plain_config(tmp_path / name)["time_step_limit"] == read
+    assert tuple(PalimpsaMamba2Config(time_step_limit=limit).time_step_limit) == read
 
 
 @pytest.mark.parametrize("limit", [[0.001, 0.1], [0.0, None], [0.0, {"__float__": "Infinity"}], [0.0, float("inf")]])
