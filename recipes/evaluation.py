@@ -12,13 +12,14 @@ import torch
 from .. import __version__
 from ..base.console import progress
 from ..base.errors import UsageError
+from ..base.eval_schema import EvalData, EvalReport, EvalSuite, EvaluatedModel, SeenText, write_report
 from ..base.files import refuse_existing, refuse_file_name
 from ..base.text import data_name, load_tokenizer
 from ..kernels import api, ssd
 from ..surgery.checkpoint import Checkpoint, open_checkpoint
 from ..surgery.doctor import describe_device
 from ..surgery.loading import load_model
-from .eval_report import EvalData, EvalReport, EvalSuite, EvaluatedModel, SeenText, compare, write_report
+from .eval_report import compare
 from .harness import run_tasks
 from .seen import seen_text
 from .suites import SUITES, EvalOptions, EvalText, Subject, SuiteResult, suite_module

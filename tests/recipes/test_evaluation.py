@@ -6,8 +6,8 @@ import struct
 import pytest
 import torch
 from palimpsa_surgery.base.errors import OutputExistsError, UsageError
+from palimpsa_surgery.base.eval_schema import read_report
 from palimpsa_surgery.base.text import embedded_checkpoint_path
-from palimpsa_surgery.recipes.eval_report import read_report
 from palimpsa_surgery.recipes.evaluation import evaluate
 from palimpsa_surgery.recipes.suites import SUITES
 from palimpsa_surgery.surgery.checkpoint import open_checkpoint
