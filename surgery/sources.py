@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -137,6 +138,14 @@ def tokenizer_files(folder: Path) -> tuple[Path, ...]:
     """The files a tokenizer is loaded from, by their usual names."""
     files = (path for path in folder.iterdir() if path.is_file())
     return tuple(sorted(path for path in files if any(fnmatch(path.name, p) for p in TOKENIZER_PATTERNS)))
+
+
+def files_read(src: str | Path | None) -> list[Path]:
+    """The files of a checkpoint's folder that a stage reads, for what must not be replaced; [] for a Hub id."""
+    if src is None or not os.path.isdir(folder := os.path.expanduser(src)):
+        return []
+    patterns = (*SIDE_FILES, *WEIGHT_CHOICES)
+    return [path for path in Path(folder).iterdir() if any(fnmatch(path.name, pattern) for pattern in patterns)]
 
 
 def read_foreign_json(path: Path) -> dict[str, Any]:
