@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ import yaml
 from ..base.console import counted
 from ..base.errors import CheckpointError
 from ..base.files import named_path
+from ..base.network import check_network
 from ..base.text import EMBEDDED_CHECKPOINT, embedded_checkpoint_path
 
 logger = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ SIDE_FILES = (
     *TOKENIZER_PATTERNS,
 )
 _NOT_WEIGHTS = (".", "adapter_model", "optimizer", "scheduler", "rng_state", "training_args", "scaler")
+_DISK = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -85,12 +88,25 @@ def resolve(src: str | Path, *, revision: str | None = None, token: str | None =
     """
     path = embedded_checkpoint_path() if str(src) == EMBEDDED_CHECKPOINT else named_path(src, "checkpoint").expanduser()
     if path.is_dir():
+        _refuse_broken_links(path)
         return Source(path, path.resolve().name, hub=False)
     if path.exists():
         raise CheckpointError(f"{src}: is a file, expected the folder that holds it; give {path.parent}")
     if not _HUB_ID.fullmatch(str(src)):
         raise CheckpointError(f"{src}: no such folder; give a checkpoint's folder or a Hub id (owner/name)")
-    return Source(_download(str(src), revision, token), str(src), hub=True)
+    folder = _download(str(src), revision, token)
+    _refuse_broken_links(folder)
+    return Source(folder, str(src), hub=True)
+
+
+def _refuse_broken_links(folder: Path) -> None:
+    """A Hub cache holds links to its blobs: one that leads nowhere would look like a file that was never there."""
+    broken = [path.name for path in files_read(folder) if not path.exists()]
+    if broken:
+        raise CheckpointError(
+            f"{folder / broken[0]}: is a link to a file that is gone; remove it and download the model again while "
+            "online (hf download), or put the file back"
+        )
 
 
 def select_weights(names: Iterable[str]) -> tuple[str, ...]:
@@ -122,6 +138,12 @@ def weight_files(folder: Path) -> list[Path]:
         files = _indexed_files(folder, chosen[0])
     else:
         files = list(chosen)
+        index = f"{files[0]}.index.json"
+        if index in names and _indexed_files(folder, index) != files:
+            raise CheckpointError(
+                f"{folder}: holds {files[0]} and the shards of {index}, and nothing says which of them is the model; "
+                "remove what is left of another save"
+            )
     others = [name for name in names if fnmatch(name, "*.safetensors") or fnmatch(name, "*pytorch_model*.bin")]
     ignored = sorted(set(others) - set(files))
     if ignored:
@@ -252,6 +274,7 @@ def _download(repo: str, revision: str | None, token: str | None) -> Path:
     from huggingface_hub import errors as hub
 
     at = f" at revision {revision}" if revision else ""
+    check_network(token)
     try:
         patterns: list[str] | None = None
         try:
@@ -279,8 +302,10 @@ def _download(repo: str, revision: str | None, token: str | None) -> Path:
         ) from error
     except (hub.HfHubHTTPError, httpx.HTTPError, OSError) as error:
         reason = (str(error).splitlines() or [""])[0]
+        disk = getattr(error, "errno", None) in _DISK
+        advice = "name a folder that can be written, and has room, in HF_HOME" if disk else "try again"
         raise CheckpointError(
-            f"{repo}{at}: the download failed ({type(error).__name__}: {reason}); try again"
+            f"{repo}{at}: the download failed ({type(error).__name__}: {reason}); {advice}"
         ) from error
     return Path(folder)
 
@@ -291,4 +316,4 @@ def _patterns(names: list[str]) -> list[str]:
     if chosen and chosen[0].endswith(".index.json"):
         stem, suffix = chosen[0].removesuffix(".index.json").rsplit(".", 1)
         chosen.append(f"{stem}-*.{suffix}")
-    return [*SIDE_FILES, *chosen]
+    return [*SIDE_FILES, *chosen, *(f"{name}.index.json" for name in chosen if f"{name}.index.json" in names)]
