@@ -188,13 +188,15 @@ def measure(
     json: Json = False,
 ) -> None:
     """Measure how fast each layer forgets."""
-    from .base.files import refuse_existing, refuse_file_name
+    from .base.files import refuse_file_name, refuse_to_replace
     from .surgery.forgetting import measure as run
     from .surgery.plots import plot_profile
     from .surgery.profile import write_profile
+    from .surgery.sources import files_read
 
     refuse_file_name(out, ".json", ".yaml", ".yml")
-    refuse_existing(out, force=force)
+    picture = Path(out).with_suffix(".png")
+    refuse_to_replace([out, picture], *files_read(src), *files_read(tokenizer), data, force=force)
     _require_kernels(require_kernels)
     profile = run(
         src,
@@ -208,7 +210,6 @@ def measure(
         revision=revision,
     )
     write_profile(profile, out)
-    picture = Path(out).with_suffix(".png")
     plot_profile(profile, picture)
     if json:
         _print_json(profile.model_dump(mode="json"))
@@ -237,14 +238,15 @@ def plan(
     json: Json = False,
 ) -> None:
     """Choose the layers to swap and how they start."""
-    from .base.files import refuse_existing, refuse_file_name
+    from .base.files import refuse_file_name, refuse_to_replace
     from .recipes.estimate import estimate_rows
     from .surgery.checkpoint import open_checkpoint
     from .surgery.plan import make_plan, parse_layers, write_plan
     from .surgery.profile import read_profile
+    from .surgery.sources import files_read
 
     refuse_file_name(out, ".yaml", ".yml")
-    refuse_existing(out, force=force)
+    refuse_to_replace([out], *files_read(src), profile, force=force)
     checkpoint = open_checkpoint(src, revision=revision)
     made = make_plan(
         checkpoint,

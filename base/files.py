@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -193,19 +193,47 @@ def refuse_file_name(path: str | Path, *suffixes: str) -> None:
 
 
 def refuse_to_delete(path: str | Path, *inputs: str | Path | None) -> None:
-    """Raises `OutputExistsError` when replacing `path` would delete an input, or the folder that the user works in.
+    """Raises `OutputExistsError` when replacing `path` would delete what is read, or what this program has not written.
 
-    `--force` replaces a file or folder as a whole: what is read from it, or from below it, would be gone.
+    `--force` replaces a file or folder as a whole: an input in it, the folder that the user works in, and files of the
+    user's own would be gone. A folder is this program's where it is a model, an adapter or a run.
 
     Args:
         path: the output.
         inputs: what the run reads; a None, or a name that is no file or folder here, is passed over.
     """
     path = named_path(path, "output")
+    _refuse_in_use(path, *inputs)
+    if not path.is_dir() or is_ours(path):
+        return
+    strange = sorted(entry.name for entry in path.iterdir())
+    if strange:
+        raise OutputExistsError(
+            f"{path}: is no model, adapter or run folder, and replacing it would delete {', '.join(strange[:3])}"
+            f"{' ...' if len(strange) > 3 else ''}; choose another output, or remove it yourself"
+        )
+
+
+def refuse_to_replace(outputs: Iterable[str | Path], *inputs: str | Path | None, force: bool) -> None:
+    """`refuse_existing` and `refuse_to_delete` of each file that a stage writes: what it asked for and its pictures."""
+    for path in outputs:
+        refuse_existing(path, force=force)
+        refuse_to_delete(path, *inputs)
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether a folder is a model, an adapter or a run, told by the names in it."""
+    names = {entry.name for entry in folder.iterdir()}
+    model = "config.json" in names and any(name.endswith((".safetensors", ".bin")) for name in names)
+    return model or not names.isdisjoint(("adapter_config.json", "recipe.yaml"))
+
+
+def _refuse_in_use(path: Path, *inputs: str | Path | None) -> None:
     if not path.exists():
         return
     whole, here = path.resolve(), Path.cwd()
-    kept = [Path(name).resolve() for name in inputs if name is not None and os.path.exists(name)]
+    kept = [Path(os.path.expanduser(name)) for name in inputs if name is not None]
+    kept = [one.resolve() for one in kept if os.path.exists(one)]
     kept += [here, Path.home()] if path.is_dir() else []
     below = [one for one in kept if whole in (one, *one.parents)]
     if below:
@@ -214,6 +242,9 @@ def refuse_to_delete(path: str | Path, *inputs: str | Path | None) -> None:
             f"{path}: replacing this would delete {below[0].name or below[0]}, which is in use and {where} it; "
             "choose another output"
         )
+    around = [one for one in kept if path.is_file() and one.is_dir() and one in whole.parents]
+    if around:
+        raise OutputExistsError(f"{path}: lies in {around[0].name}, which is read; choose an output outside it")
 
 
 @contextlib.contextmanager
@@ -229,8 +260,8 @@ def output_folder(path: str | Path, *, force: bool = False) -> Iterator[Path]:
         OutputError: the disk is full or the folder cannot be moved into place.
     """
     refuse_existing(path, force=force)
-    refuse_to_delete(path)
     path = Path(path).resolve()
+    _refuse_in_use(path)
     with contextlib.ExitStack() as held:
         with _disk_errors(path, every=True):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ from typing import Any
 from .console import counted, human_bytes
 from .errors import DataError
 from .files import named_path
+from .network import check_network
 
 logger = logging.getLogger(__name__)
 
@@ -243,6 +244,7 @@ def _rows_of_dataset(name: str) -> Iterator[tuple[str, Any]]:
             f"{name}: is no file, and reading it as a dataset of the Hub needs the package datasets; "
             f"install palimpsa-surgery[train]"
         ) from error
+    check_network()
     repository, _, rest = name.partition(":")
     config, _, split = rest.rpartition(":")
     try:

@@ -19,6 +19,7 @@ import numpy as np
 from .console import counted
 from .errors import CheckpointError, DataError, UsageError
 from .files import named_path
+from .network import check_network
 from .records import ASSETS, EMBEDDED_TEXT, iter_records, looks_like_path, records_of_file
 
 logger = logging.getLogger(__name__)
@@ -112,6 +113,8 @@ def load_tokenizer(source: str | Path, *, revision: str | None = None, token: st
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     tokenizer_file = named_path(source, "tokenizer") / "tokenizer.json"
+    if not os.path.exists(source):
+        check_network(token)
     try:
         return AutoTokenizer.from_pretrained(str(source), revision=revision, token=token)
     except Exception as error:  # the reasons differ by release: KeyError, ValueError, OSError, ImportError

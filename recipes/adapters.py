@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from ..base.errors import CheckpointError, UsageError
 from ..base.files import load_json, named_path, output_folder, refuse_existing, refuse_to_delete, write_json
-from ..base.schemas import StrictModel, read_model, write_model
+from ..base.schemas import read_model, write_model
+from ..surgery.adapter_files import CONFIG, SOURCE, TENSORS, AdapterSource, read_adapter_config
 from ..surgery.checkpoint import Checkpoint, open_checkpoint
 from ..surgery.loading import load_model
 from .config import Recipe, load_recipe
@@ -25,17 +26,14 @@ from .export import save_tensors
 
 logger = logging.getLogger(__name__)
 
-CONFIG, TENSORS, SOURCE = "adapter_config.json", "adapter_model.safetensors", "adapter_source.json"
 MERGED_DTYPES = ("source", "float32", "bfloat16", "float16")
 _PREFIX = "base_model.model."
-
-
-class AdapterSource(StrictModel):
-    """Which model an adapter belongs to: its Hub id or folder name, its fingerprint, its swapped layers."""
-
-    base: str
-    fingerprint: str
-    palimpsa_layers: tuple[int, ...]
+_NOT_PLAIN = (
+    *("use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "lora_bias", "use_qalora", "use_bdlora"),
+    *("layer_replication", "target_parameters", "trainable_token_indices", "alora_invocation_tokens"),
+    *("arrow_config", "kasa_config", "monteclora_config"),
+)
+"""Settings of PEFT under which a weight is not base + scale * (B @ A)."""
 
 
 def save_adapter(peft_model: Any, trained: dict[str, Tensor], checkpoint: Checkpoint, out: Path) -> None:
@@ -111,6 +109,7 @@ def load_adapter(run: str | Path, base: str | Path | None = None) -> nn.Module:
     from peft import PeftModel
 
     adapter = find_adapter(run)
+    read_adapter_config(adapter)
     model = load_model(open_base(adapter, base), dtype=torch.float32)
     return PeftModel.from_pretrained(model, str(adapter)).eval()
 
@@ -138,9 +137,10 @@ def merge(
         raise UsageError(f"--dtype {dtype}: there is no such dtype; choose one of {', '.join(MERGED_DTYPES)}")
     refuse_existing(out, force=force)
     adapter = find_adapter(run)
+    scale = adapter_scale(read_adapter_config(adapter))
     checkpoint = open_base(adapter, base)
     refuse_to_delete(out, adapter, checkpoint.path)
-    load = merged_tensors(load_file(adapter / TENSORS), adapter_scale(load_json(adapter / CONFIG)), checkpoint)
+    load = merged_tensors(load_file(adapter / TENSORS), scale, checkpoint)
     recipe = Path(run) / "recipe.yaml"
     save_tensors(checkpoint, Path(out), load, dtype, load_recipe(recipe) if recipe.is_file() else None, force=force)
     return Path(out)
@@ -152,7 +152,7 @@ def adapter_scale(config: dict[str, Any]) -> float:
     Raises:
         UsageError: a kind of adapter that this cannot merge.
     """
-    odd = [key for key in ("use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern") if config.get(key)]
+    odd = [key for key in _NOT_PLAIN if config.get(key)]
     if config.get("peft_type") != "LORA" or odd:
         kind = f"{config.get('peft_type')}{' with ' + ', '.join(odd) if odd else ''}"
         raise UsageError(f"{CONFIG}: the adapter is {kind}; only plain LORA can be merged here, PEFT merges others")
@@ -197,6 +197,6 @@ def save_run(module: nn.Module, trained: dict[str, Tensor], checkpoint: Checkpoi
     """Writes `out/adapter`, and `out/final` with the adapter merged, of a lora or qlora run."""
     peft_model = module.model
     save_adapter(peft_model, trained, checkpoint, out / "adapter")
-    scale = adapter_scale(load_json(out / "adapter" / CONFIG))
+    scale = adapter_scale(read_adapter_config(out / "adapter"))
     load = merged_tensors(load_file(out / "adapter" / TENSORS), scale, checkpoint)
     save_tensors(checkpoint, out / "final", load, recipe.save_dtype, recipe, force=True)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..base.console import counted, progress
-from ..base.errors import DataError
+from ..base.errors import DataError, OutputError
 from ..base.files import dump_json, load_json, named_path, output_folder
 from ..base.records import CHAT_SUFFIXES, EMBEDDED_TEXT, TEXT_SUFFIXES, data_files, embedded_text_path
 from ..base.text import PIECE_CHARACTERS, data_name, iter_documents, tokenize_documents
@@ -95,7 +95,14 @@ def open_text(
                 None if max_tokens is None else PIECE_CHARACTERS + max_tokens * max(map(len, tokenizer.get_vocab()))
             )
             records = (record for one in sources for record in iter_documents(one, longest=longest))
-        _tokenise(records, tokenizer, folder, chat=chat, limit=max_tokens, as_text=as_text, name=name)
+        try:
+            _tokenise(records, tokenizer, folder, chat=chat, limit=max_tokens, as_text=as_text, name=name)
+        except OutputError as error:
+            reason = getattr(error.__cause__, "strerror", None) or error
+            raise OutputError(
+                f"{folder.parent}: the tokenised text cannot be written there ({reason}); name a folder for it with "
+                "PALIMPSA_CACHE or data.cache"
+            ) from error
     return _open(folder, key)
 
 

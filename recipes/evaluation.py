@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,15 @@ import torch
 from .. import __version__
 from ..base.console import progress
 from ..base.errors import UsageError
-from ..base.files import refuse_existing, refuse_file_name
+from ..base.eval_schema import EvalData, EvalReport, EvalSuite, EvaluatedModel, SeenText, write_report
+from ..base.files import named_path, refuse_file_name, refuse_to_replace
 from ..base.text import data_name, load_tokenizer
 from ..kernels import api, ssd
 from ..surgery.checkpoint import Checkpoint, open_checkpoint
 from ..surgery.doctor import describe_device
 from ..surgery.loading import load_model
-from .eval_report import EvalData, EvalReport, EvalSuite, EvaluatedModel, SeenText, compare, write_report
+from ..surgery.sources import files_read
+from .eval_report import compare
 from .harness import run_tasks
 from .seen import seen_text
 from .suites import SUITES, EvalOptions, EvalText, Subject, SuiteResult, suite_module
@@ -81,7 +83,9 @@ def evaluate(
     settings = _options(options, lengths=tuple(lengths), tokens=tokens, trials=trials, seed=seed)
     if out is not None:
         refuse_file_name(out, ".json", ".yaml", ".yml")
-        refuse_existing(out, force=force)
+        out = named_path(out, "output")
+        read = [file for one in (model, against, tokenizer) for file in _files_of(one)]
+        refuse_to_replace([out, *(_picture(out, name) for name in names if _draw(name))], *read, data, force=force)
     checkpoints = [
         open_checkpoint(model, revision=revision, token=token) if not isinstance(model, Checkpoint) else model
     ]
@@ -124,7 +128,7 @@ def evaluate(
         options={key: list(v) if isinstance(v, tuple) else v for key, v in asdict(settings).items()},
         suites=_compared(results, [fact.name for fact in facts]),
     )
-    return report if out is None else _written(report, Path(out))
+    return report if out is None else _written(report, out)
 
 
 def _suite_names(suites: Sequence[str] | None, lm_eval: Sequence[str]) -> tuple[str, ...]:
@@ -217,15 +221,28 @@ def _written(report: EvalReport, out: Path) -> EvalReport:
     names = [report.model.name] if report.against is None else _different(report.model.name, report.against.name)
     suites = {}
     for name, suite in report.suites.items():
-        draw = getattr(suite_module(name), "draw", None) if name in SUITES else None
+        draw = _draw(name)
         if draw is not None and suite.rows:
-            picture = out.with_name(f"{out.stem}-{name}.png")
+            picture = _picture(out, name)
             draw(suite.rows, names, picture)
             suite = suite.model_copy(update={"plot": picture.name})
         suites[name] = suite
     report = report.model_copy(update={"suites": suites})
     write_report(report, out)
     return report
+
+
+def _draw(suite: str) -> Callable[..., None] | None:
+    """What draws the picture of a suite, if it has one."""
+    return getattr(suite_module(suite), "draw", None) if suite in SUITES else None
+
+
+def _picture(out: Path, suite: str) -> Path:
+    return out.with_name(f"{out.stem}-{suite}.png")
+
+
+def _files_of(model: str | Path | Checkpoint | None) -> list[Path]:
+    return files_read(model.path if isinstance(model, Checkpoint) else model)
 
 
 def _different(first: str, second: str) -> list[str]:

@@ -26,6 +26,7 @@ from .config import Recipe, load_recipe
 from .data import open_text
 from .evaluate import evaluate_loss
 from .export import gather, save_model
+from .launch import launched_processes
 from .loop import Training, check_batch, read_metrics, train, write_metrics_file
 from .losses import CausalLoss, resolve_loss
 from .modes import ADAPTER_MODES, prepare_mode
@@ -158,7 +159,7 @@ def make_accelerator(recipe: Recipe, out: Path) -> Any:
     """Accelerate's entry to devices and processes; precision stays with the model (see `CausalLoss`).
 
     Raises:
-        UsageError: accelerate is not installed.
+        UsageError: accelerate is not installed, or the environment is half of a launcher's.
     """
     try:
         from accelerate import Accelerator
@@ -167,7 +168,7 @@ def make_accelerator(recipe: Recipe, out: Path) -> Any:
             "fine-tuning needs the package accelerate, which is not installed; install palimpsa-surgery[train]"
         ) from error
     # Without CUDA several processes must be told that they run on CPUs, or each believes to be alone.
-    cpu = not torch.cuda.is_available() and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    cpu = launched_processes() > 1 and not torch.cuda.is_available()
     accelerator = Accelerator(
         cpu=cpu, mixed_precision="no", log_with=list(recipe.trackers) or None, project_dir=str(out)
     )

@@ -19,6 +19,8 @@ from ..base.files import load_yaml
 
 CONFIGS = Path(__file__).parent / "accelerate"
 PORT = 29_500
+_LAUNCHER = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""What a launcher tells each of its processes."""
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -40,6 +42,26 @@ def find_config(name_or_file: str | Path) -> Path:
     near = difflib.get_close_matches(str(name_or_file), shipped, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}?" if near else f"shipped are {', '.join(shipped)}"
     raise UsageError(f"accelerate configuration {str(name_or_file)!r}: is neither a file nor shipped; {hint}")
+
+
+def launched_processes() -> int:
+    """How many processes a launcher has started for this run, this one included; 1 without a launcher.
+
+    Raises:
+        UsageError: some of a launcher's variables are set and others are not, as an earlier session leaves them.
+    """
+    given = {name: os.environ[name] for name in _LAUNCHER if os.environ.get(name)}
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        if not given.get(name, "0").removeprefix("-").isdecimal():
+            raise UsageError(f"{name}: is {given[name]!r} in the environment, expected a whole number; unset it")
+    processes = int(given.get("WORLD_SIZE", 1))
+    missing = [name for name in _LAUNCHER if name not in given]
+    if missing and (processes > 1 or int(given.get("RANK", 0)) > 0 or int(given.get("LOCAL_RANK", -1)) >= 0):
+        raise UsageError(
+            f"{', '.join(given)}: set in the environment as by a launcher, but {missing[0]} is not; unset "
+            f"{'it' if len(given) == 1 else 'them'}, or start the run with python -m palimpsa_surgery.recipes.launch"
+        )
+    return processes
 
 
 def launch_command(

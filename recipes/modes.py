@@ -11,8 +11,8 @@ from torch import nn
 
 from ..base.console import counted, human_count, table
 from ..base.errors import UsageError
+from ..base.recipe import Recipe
 from ..surgery.checkpoint import Checkpoint
-from .config import Recipe
 from .optim import describe_selection, select_parameters
 
 logger = logging.getLogger(__name__)
@@ -77,6 +77,7 @@ def add_adapters(model: nn.Module, recipe: Recipe, layers: list[int]) -> nn.Modu
     rows = coverage(model, recipe.lora.targets, layers)
     logger.info("%s", coverage_table(rows, layers, model))
     check_coverage(rows, recipe, layers, tied=model.config.tie_word_embeddings)
+    check_kinds(model, recipe.lora.targets)
     config = LoraConfig(
         r=recipe.lora.rank,
         lora_alpha=recipe.lora.alpha,
@@ -114,6 +115,21 @@ def coverage_table(rows: list[Coverage], layers: list[int], model: nn.Module) ->
     others = counted(total - len(layers), "layer")
     headers = ("adapter on", f"swapped layers (of {len(layers)})", f"other modules (of {others})")
     return table([(row.target, row.swapped, row.source) for row in rows], headers)
+
+
+def check_kinds(model: nn.Module, targets: list[str]) -> None:
+    """Refuses targets that are no matrices: a low rank is one of a matrix, and only those are merged.
+
+    Raises:
+        UsageError: naming the target and what it is.
+    """
+    for name, module in model.named_modules():
+        for target in targets:
+            if (name == target or name.endswith(f".{target}")) and not isinstance(module, nn.Linear):
+                raise UsageError(
+                    f"lora.targets: {target} is a {type(module).__name__}, expected a linear layer such as in_proj or "
+                    "out_proj; leave it out"
+                )
 
 
 def check_coverage(rows: list[Coverage], recipe: Recipe, layers: list[int], *, tied: bool) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..base.errors import UsageError
-from .config import Recipe
+from ..base.recipe import Recipe
 
 NEW = ".metaplasticity."
 """Every parameter that surgery adds lives in a sub-module of this name."""

@@ -18,7 +18,7 @@ from .config import Recipe, dump_recipe, load_recipe
 logger = logging.getLogger(__name__)
 
 PARTS = ("recipe.yaml", "metrics.jsonl", "checkpoints", "adapter", "final")
-"""What a run writes; nothing else in a run folder is ever touched."""
+"""What a run writes, the recipe first; nothing else in a run folder is ever touched."""
 
 MAY_CHANGE = frozenset(
     {
@@ -56,6 +56,11 @@ def check_run_folder(out: Path, recipe: Recipe, *, resume: bool, force: bool, mo
     elif used and not force:
         raise OutputExistsError(
             f"{out}: holds a run ({', '.join(used)}); give --resume to go on, or --force to replace it"
+        )
+    elif used and PARTS[0] not in used:
+        raise OutputExistsError(
+            f"{out}: holds {', '.join(used)} and no {PARTS[0]}, so no run wrote that; give another run folder, or "
+            "remove it yourself"
         )
     trained = [name for name in used if (out / name).resolve() in (model.resolve(), *model.resolve().parents)]
     if trained and not resume:
@@ -116,7 +121,7 @@ def clear_run_folder(out: Path, recipe: Recipe, *, resume: bool) -> None:
             for name in ("final", "adapter"):
                 settle_leftovers(out / name)
         else:
-            for path in (out / name for name in PARTS):
+            for path in (out / name for name in reversed(PARTS)):  # the recipe last: it says whose the rest is
                 if path.is_dir():
                     shutil.rmtree(path)
                 else:

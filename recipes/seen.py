@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import PalimpsaError, SchemaError
+from ..base.eval_schema import SeenText
 from ..base.files import load_yaml, named_path
 from ..base.records import EMBEDDED_TEXT, TEXT_SUFFIXES, embedded_text_path
 from ..base.text import data_name, documents_of_file, iter_documents
-from .eval_report import SeenText
 
 logger = logging.getLogger(__name__)
 

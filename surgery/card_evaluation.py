@@ -1,19 +1,15 @@
-"""The evaluation part of a model card: the table of eval.json for people, and the same as `model-index` metadata.
-
-eval.json is written by a later stage, so it is read here as plain JSON: only what a card shows is looked at.
-"""
+"""The evaluation part of a model card: the table of eval.json for people, and the same as `model-index` metadata."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..base.console import counted, shortened
-from ..base.errors import SchemaError
-from ..base.files import load_json
+from ..base.console import shortened
+from ..base.eval_schema import EvalFigure, EvalReport, EvalRow, seen_sentence
 
 EVAL_FILE = "eval.json"
 _TASK = {"type": "text-generation", "name": "Text generation"}
@@ -77,107 +73,58 @@ class CardEvaluation:
         return [{"name": name, "results": entries}] if entries else []
 
 
-def read_evaluation(path: str | Path) -> CardEvaluation:
-    """Reads eval.json for a card.
-
-    Raises:
-        SchemaError: the file is not one that `palimpsa evaluate` wrote.
-    """
-    path = Path(path)
-    content = load_json(path)
-    try:
-        against = content.get("against")
-        listed = [(suite, row) for suite, row in _rows(content) if suite not in _NOT_IN_TABLE]
-        listed.sort(key=lambda entry: entry[0] != _HARNESS)  # public benchmarks first
-        shown = shortened(listed, lambda entry: (entry[0], entry[1]["name"]), _MOST_ROWS)
-        return CardEvaluation(
-            fingerprint=content["model"]["fingerprint"],
-            against=None if against is None else str(against["name"]),
-            data=str(content["data"]["name"]),
-            device=str(content["device"]),
-            rows=tuple(_table_row(suite, row) for suite, row in shown),
-            total=len(listed),
-            seen=tuple(_seen(content)),
-            pictures=_pictures(content),
-            metrics=tuple(_metrics(content, [row for _, row in shown])),
-        )
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise SchemaError(f"{path}: is no report of `palimpsa evaluate` ({error!r}); write it again") from error
-
-
-def _rows(content: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    for suite, part in content["suites"].items():
-        for row in part["rows"]:
-            if not row.get("detail"):
-                yield suite, row
-
-
-def _table_row(suite: str, row: dict[str, Any]) -> tuple[str, ...]:
-    return (
-        suite,
-        row["name"],
-        _place(row),
-        row["unit"],
-        _figure(row.get("model")),
-        _figure(row.get("against")),
-        _figure(row.get("difference"), sign=True),
+def card_evaluation(report: EvalReport) -> CardEvaluation:
+    """What a card shows of eval.json."""
+    listed = [(suite, row) for suite, row in _rows(report) if suite not in _NOT_IN_TABLE]
+    listed.sort(key=lambda entry: entry[0] != _HARNESS)  # public benchmarks first
+    shown = shortened(listed, lambda entry: (entry[0], entry[1].name), _MOST_ROWS)
+    return CardEvaluation(
+        fingerprint=report.model.fingerprint,
+        against=None if report.against is None else report.against.name,
+        data=report.data.name,
+        device=report.device,
+        rows=tuple(_table_row(suite, row) for suite, row in shown),
+        total=len(listed),
+        seen=tuple(_seen(report)),
+        pictures={suite: Path(part.plot).name for suite, part in report.suites.items() if part.plot},
+        metrics=tuple(_metrics(report, [row for _, row in shown])),
     )
 
 
-def _figure(figure: dict[str, Any] | None, *, sign: bool = False) -> str:
+def _rows(report: EvalReport) -> Iterator[tuple[str, EvalRow]]:
+    for suite, part in report.suites.items():
+        yield from ((suite, row) for row in part.rows if not row.detail)
+
+
+def _table_row(suite: str, row: EvalRow) -> tuple[str, ...]:
+    figures = _figure(row.model), _figure(row.against), _figure(row.difference, sign=True)
+    return (suite, row.name, row.place, row.unit, *figures)
+
+
+def _figure(figure: EvalFigure | None, *, sign: bool = False) -> str:
     if figure is None:
         return ""
-    value, error = float(figure["value"]), figure.get("error")
-    text = f"{value:+.4g}" if sign else f"{value:.5g}"
-    return text if error is None else f"{text} ± {float(error):.2g}"
+    text = f"{figure.value:+.4g}" if sign else f"{figure.value:.5g}"
+    return text if figure.error is None else f"{text} ± {figure.error:.2g}"
 
 
-def _place(row: dict[str, Any]) -> str:
-    at = (row.get("at") or {}).items()
-    return ", ".join(f"{key} {value:,}" if isinstance(value, int) else f"{key} {value:g}" for key, value in at)
+def _seen(report: EvalReport) -> Iterator[str]:
+    for model, subject in ((report.model, "this model"), (report.against, "the other model")):
+        if model is not None and model.seen is not None:
+            yield seen_sentence(model.seen, subject)
 
 
-def _seen(content: dict[str, Any]) -> Iterator[str]:
-    for key, subject in (("model", "this model"), ("against", "the other model")):
-        seen = (content.get(key) or {}).get("seen")
-        if seen:
-            yield seen_sentence(str(seen["name"]), seen["documents"], int(seen["of"]), subject)
-
-
-def seen_sentence(name: str, documents: int | None, of: int, subject: str) -> str:
-    """How much of a text a model was trained on.
-
-    Args:
-        name: of the training text.
-        documents: of the evaluation's text that are in it; None when only the name could be compared.
-        of: documents of the evaluation's text.
-        subject: the model.
-    """
-    if documents is None:
-        return f"the text has the name of the one that {subject} was trained on ({name}), which was not here to compare"
-    if documents == of:
-        what = "the only document of the text is" if of == 1 else f"all {of:,} documents of the text are"
-    else:
-        what = f"{documents:,} of the {counted(of, 'document')} of the text {'is' if documents == 1 else 'are'}"
-    return f"{what} in {name}, which {subject} was trained on"
-
-
-def _metrics(content: dict[str, Any], shown: list[dict[str, Any]]) -> Iterator[tuple[str, str, str, float]]:
+def _metrics(report: EvalReport, shown: Sequence[EvalRow]) -> Iterator[tuple[str, str, str, float]]:
     """Figures where one direction is better. A harness task is its own data set; speed is not a quality."""
-    for suite, row in _rows(content):
-        if row.get("model") is None or row.get("better") is None or suite == "speed":
+    for suite, row in _rows(report):
+        if row.model is None or row.better is None or suite == "speed":
             continue
         if suite not in ("loss", _HARNESS) and row not in shown:
             continue
-        data, metric = str(content["data"]["name"]), row["name"]
+        data, metric = report.data.name, row.name
         if suite == _HARNESS:
             data, _, metric = metric.partition(" ")
-        yield data, metric, _place(row), float(row["model"]["value"])
-
-
-def _pictures(content: dict[str, Any]) -> dict[str, str]:
-    found = {suite: part.get("plot") for suite, part in content["suites"].items()}
-    return {suite: Path(name).name for suite, name in found.items() if name}
+        yield data, metric, row.place, row.model.value
 
 
 def _slug(text: str) -> str:

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PLAN_FILE, PROFILE_FILE, PICTURE_FILE = "plan.yaml", "profile.json", "profile.png"
+_WRITTEN_AGAIN = (PLAN_FILE, PROFILE_FILE)
 REPORT_FILE, CARD_FILE = "surgery_report.json", "README.md"
 
 
@@ -103,7 +104,9 @@ def convert(
         raise UsageError(f"--dtype {dtype}: there is no such dtype; choose one of {', '.join(DTYPES)}")
     measuring = measuring or MeasureOptions()
     checkpoint = open_checkpoint(src, revision=revision, token=token) if isinstance(src, str | Path) else src
-    refuse_to_delete(out, checkpoint.path, measuring.data, measuring.tokenizer)
+    # A plan or profile of the old output itself is written there again.
+    kept = [one for one in (plan, profile) if isinstance(one, str | Path) and Path(one).name not in _WRITTEN_AGAIN]
+    refuse_to_delete(out, checkpoint.path, measuring.data, measuring.tokenizer, *kept)
     mode = choose_mode(checkpoint, verify)
     plan, profile = _settle(checkpoint, plan, profile, layers, plan_options, measuring)
     stored = DTYPES[dtype] if dtype else checkpoint.dtype

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.errors import CheckpointError, HubError, PalimpsaError, UsageError
 from ..base.files import output_folder, refuse_existing, refuse_to_delete
+from ..base.network import check_network
 from .card import is_own_card
 from .sources import read_foreign_json
 from .upload import ADAPTER, CARD, MODEL, SECRET, Upload, prepare_upload
@@ -126,6 +127,7 @@ def push(
     from huggingface_hub import HfApi, get_token
 
     _check_name(repo_id)
+    check_network(token)
     token = token or get_token()
     if not token:
         raise UsageError("push needs a Hub token and none is stored; run `hf auth login`, or set HF_TOKEN")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ import yaml
 from ..base.console import counted
 from ..base.errors import CheckpointError
 from ..base.files import named_path
+from ..base.network import check_network
 from ..base.text import EMBEDDED_CHECKPOINT, embedded_checkpoint_path
 
 logger = logging.getLogger(__name__)
@@ -53,6 +56,7 @@ SIDE_FILES = (
 )
 _NOT_WEIGHTS = (".", "adapter_model", "optimizer", "scheduler", "rng_state", "training_args", "scaler")
 _INDEX = ".index.json"
+_DISK = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -85,12 +89,25 @@ def resolve(src: str | Path, *, revision: str | None = None, token: str | None =
     """
     path = embedded_checkpoint_path() if str(src) == EMBEDDED_CHECKPOINT else named_path(src, "checkpoint").expanduser()
     if path.is_dir():
+        _refuse_broken_links(path)
         return Source(path, path.resolve().name, hub=False)
     if path.exists():
         raise CheckpointError(f"{src}: is a file, expected the folder that holds it; give {path.parent}")
     if not _HUB_ID.fullmatch(str(src)):
         raise CheckpointError(f"{src}: no such folder; give a checkpoint's folder or a Hub id (owner/name)")
-    return Source(_download(str(src), revision, token), str(src), hub=True)
+    folder = _download(str(src), revision, token)
+    _refuse_broken_links(folder)
+    return Source(folder, str(src), hub=True)
+
+
+def _refuse_broken_links(folder: Path) -> None:
+    """A Hub cache holds links to its blobs: one that leads nowhere would look like a file that was never there."""
+    broken = [path.name for path in files_read(folder) if not path.exists()]
+    if broken:
+        raise CheckpointError(
+            f"{folder / broken[0]}: is a link to a file that is gone; remove it and download the model again while "
+            "online (hf download), or put the file back"
+        )
 
 
 def select_weights(names: Iterable[str]) -> tuple[str, ...]:
@@ -124,6 +141,12 @@ def weight_files(folder: Path) -> list[Path]:
         files = _indexed_files(folder, chosen[0], names)
     else:
         files = list(chosen)
+        index = f"{files[0]}{_INDEX}"
+        if index in names and _indexed_files(folder, index, names) != files:
+            raise CheckpointError(
+                f"{folder}: holds {files[0]} and the shards of {index}, and nothing says which of them is the model; "
+                "remove what is left of another save"
+            )
     others = [name for name in names if fnmatch(name, "*.safetensors") or fnmatch(name, "*pytorch_model*.bin")]
     ignored = sorted(set(others) - set(files))
     if ignored:
@@ -150,6 +173,14 @@ def tokenizer_files(folder: Path) -> tuple[Path, ...]:
     """The files a tokenizer is loaded from, by their usual names."""
     files = (path for path in folder.iterdir() if path.is_file())
     return tuple(sorted(path for path in files if any(fnmatch(path.name, p) for p in TOKENIZER_PATTERNS)))
+
+
+def files_read(src: str | Path | None) -> list[Path]:
+    """The files of a checkpoint's folder that a stage reads, for what must not be replaced; [] for a Hub id."""
+    if src is None or not os.path.isdir(folder := os.path.expanduser(src)):
+        return []
+    patterns = (*SIDE_FILES, *WEIGHT_CHOICES)
+    return [path for path in Path(folder).iterdir() if any(fnmatch(path.name, pattern) for pattern in patterns)]
 
 
 def read_foreign_json(path: Path) -> dict[str, Any]:
@@ -280,6 +311,7 @@ def _download(repo: str, revision: str | None, token: str | None) -> Path:
     from huggingface_hub import errors as hub
 
     at = f" at revision {revision}" if revision else ""
+    check_network(token)
     try:
         patterns: list[str] | None = None
         try:
@@ -307,8 +339,10 @@ def _download(repo: str, revision: str | None, token: str | None) -> Path:
         ) from error
     except (hub.HfHubHTTPError, httpx.HTTPError, OSError) as error:
         reason = (str(error).splitlines() or [""])[0]
+        disk = getattr(error, "errno", None) in _DISK
+        advice = "name a folder that can be written, and has room, in HF_HOME" if disk else "try again"
         raise CheckpointError(
-            f"{repo}{at}: the download failed ({type(error).__name__}: {reason}); try again"
+            f"{repo}{at}: the download failed ({type(error).__name__}: {reason}); {advice}"
         ) from error
     return Path(folder)
 
@@ -321,4 +355,4 @@ def _patterns(repo: str, names: list[str]) -> list[str]:
     if chosen and chosen[0].endswith(_INDEX):
         stem, suffix = chosen[0].removesuffix(_INDEX).rsplit(".", 1)
         chosen.append(f"{stem}-*.{suffix}")
-    return [*SIDE_FILES, *chosen]
+    return [*SIDE_FILES, *chosen, *(f"{name}.index.json" for name in chosen if f"{name}.index.json" in names)]

@@ -18,11 +18,14 @@ import yaml
 
 from ..base.console import counted
 from ..base.errors import CheckpointError, SchemaError, UsageError
+from ..base.eval_schema import read_report
 from ..base.files import load_json, load_yaml, named_path, write_json, write_text
-from ..base.schemas import read_model
+from ..base.recipe import Recipe
+from ..base.schemas import read_model, write_model
+from .adapter_files import CONFIG, SOURCE, TENSORS, AdapterSource, read_adapter_config
 from .card import CardFacts, kept_readme, license_terms, render_card
 from .card_adapter import render_adapter_card
-from .card_evaluation import EVAL_FILE, CardEvaluation, read_evaluation
+from .card_evaluation import EVAL_FILE, CardEvaluation, card_evaluation
 from .checkpoint import Checkpoint, open_checkpoint
 from .model_folder import copy_without_paths
 from .plan import read_plan
@@ -32,7 +35,7 @@ from .sources import TOKENIZER_PATTERNS, card_metadata, license_files, weight_fi
 from .writer import INDEX_FILE
 
 MODEL, ADAPTER = "model", "adapter"
-_ADAPTER_WEIGHTS = "adapter_model.safetensors"
+RECIPE_FILE = "recipe.yaml"
 _BESIDE = {
     MODEL: (
         "generation_config.json",
@@ -41,18 +44,11 @@ _BESIDE = {
         "profile.json",
         "profile.png",
         "surgery_report.json",
-        "recipe.yaml",
+        RECIPE_FILE,
     ),
-    ADAPTER: ("adapter_config.json", "adapter_source.json", "recipe.yaml"),
+    ADAPTER: (CONFIG, SOURCE, RECIPE_FILE),
 }
-_OWN_FILES = (
-    "plan.yaml",
-    "profile.json",
-    "surgery_report.json",
-    "recipe.yaml",
-    "adapter_config.json",
-    "adapter_source.json",
-)
+_OWN_FILES = ("plan.yaml", "profile.json", "surgery_report.json", RECIPE_FILE, CONFIG, SOURCE)
 CARD = "README.md"
 SECRET = re.compile(r"\bhf_[A-Za-z0-9]{20,}\b")
 _PATH = re.compile(r"(?:/|~/|\.{1,2}/|\\\\|[A-Za-z]:[\\/]).+")
@@ -124,21 +120,21 @@ def prepare_upload(
 def _kind(folder: Path) -> str:
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder; push takes a model folder or an adapter folder")
-    if (folder / "adapter_config.json").is_file():
+    if (folder / CONFIG).is_file():
         return ADAPTER
     if (folder / "config.json").is_file():
         return MODEL
     inside = " or ".join(str(folder / name) for name in ("final", "adapter") if (folder / name).is_dir())
-    hint = f"give {inside}" if inside else "give a folder with config.json or adapter_config.json"
+    hint = f"give {inside}" if inside else f"give a folder with config.json or {CONFIG}"
     raise UsageError(f"{folder}: is neither a model nor an adapter; {hint}")
 
 
 def _weights(folder: Path, kind: str) -> list[str]:
     """The names of the weight files and of their index."""
     if kind == ADAPTER:
-        if not (folder / _ADAPTER_WEIGHTS).is_file():
-            raise CheckpointError(f"{folder}: has no {_ADAPTER_WEIGHTS}; a push needs the adapter's tensors")
-        return [_ADAPTER_WEIGHTS]
+        if not (folder / TENSORS).is_file():
+            raise CheckpointError(f"{folder}: has no {TENSORS}; a push needs the adapter's tensors")
+        return [TENSORS]
     names = [path.name for path in weight_files(folder)]
     expected = r"model\.safetensors" if len(names) == 1 else r"model-\d+-of-\d+\.safetensors"
     odd = [name for name in names if not re.fullmatch(expected, name)]
@@ -194,7 +190,7 @@ def _facts(
         base_model=checkpoint.base_model,
         verification=report.verification_lines() if report else {},
         terms=license_terms(card_metadata(folder)),
-        training=training_facts(folder / "recipe.yaml"),
+        training=training_facts(folder / RECIPE_FILE),
         evaluation=figures,
         picture=(folder / "profile.png").is_file(),
     )
@@ -205,24 +201,24 @@ def _adapter_card(
     folder: Path, staging: Path, name: str, figures: CardEvaluation | None, base: str | None
 ) -> tuple[str, dict[str, Any], frozenset[str]]:
     """The card of an adapter and what identifies it; with `base`, its files name that base."""
-    source = load_json(staging / "adapter_source.json") if (staging / "adapter_source.json").is_file() else {}
-    config = load_json(staging / "adapter_config.json")
+    source = read_model(AdapterSource, staging / SOURCE) if (staging / SOURCE).is_file() else None
+    config = read_adapter_config(staging)
     if base is not None:
         config["base_model_name_or_path"] = base
-        write_json(staging / "adapter_config.json", config)
-        if source:
-            source["base"] = base
-            write_json(staging / "adapter_source.json", source)
-    named = config.get("base_model_name_or_path") or source.get("base")
-    if not named or "/" not in named:
+        write_json(staging / CONFIG, config)
+        if source is not None:
+            source = source.model_copy(update={"base": base})
+            write_model(source, staging / SOURCE)
+    named = config.get("base_model_name_or_path") or (source.base if source else None)
+    if not isinstance(named, str) or "/" not in named:
         raise UsageError(
             f"{folder}: the adapter belongs to a model folder named {named!r}, which nobody else has; push that model "
             "first and name it with --base owner/name"
         )
-    training = training_facts(folder / "recipe.yaml") or training_facts(folder.parent / "recipe.yaml")
-    metadata = card_metadata(folder)
-    card = render_adapter_card(name, named, source.get("palimpsa_layers", []), config, metadata, training, figures)
-    return card, {"base_fingerprint": source.get("fingerprint"), "peft_type": config.get("peft_type")}, frozenset()
+    training = training_facts(folder / RECIPE_FILE) or training_facts(folder.parent / RECIPE_FILE)
+    swapped, fingerprint = (source.palimpsa_layers, source.fingerprint) if source else ((), None)
+    card = render_adapter_card(name, named, swapped, config, card_metadata(folder), training, figures)
+    return card, {"base_fingerprint": fingerprint, "peft_type": config.get("peft_type")}, frozenset()
 
 
 def _read_report(folder: Path) -> ConversionReport | None:
@@ -234,28 +230,20 @@ def training_facts(recipe: Path) -> tuple[str, ...]:
     """What a card says of the fine-tuning, from the recipe beside the weights; () without one."""
     if not recipe.is_file():
         return ()
-    content = load_yaml(recipe)
-    content = content if isinstance(content, dict) else {}
-    data = content.get("data") if isinstance(content.get("data"), dict) else {}
-    amount = _counted(content, "steps", "step") if content.get("steps") else _counted(content, "tokens", "token")
-    batch = _counted(content, "batch_size", "sequence")
-    facts = [f"mode `{content.get('mode')}`, {amount}, {batch} of {data.get('seq_len')} a step"]
-    if data.get("train"):
-        facts.append(f"text: `{_cleaned(data['train'])}`")
-    facts.append("`recipe.yaml` has every setting")
+    said = read_model(Recipe, recipe)
+    amount = counted(said.steps, "step") if said.steps else counted(said.tokens, "token")
+    facts = [f"mode `{said.mode}`, {amount}, {counted(said.batch_size, 'sequence')} of {said.data.seq_len} a step"]
+    if said.data.train:
+        facts.append(f"text: `{_cleaned(said.data.train)}`")
+    facts.append(f"`{RECIPE_FILE}` has every setting")
     return tuple(facts)
-
-
-def _counted(content: dict[str, Any], key: str, noun: str) -> str:
-    """`steps: 40` as `40 steps`; what is no whole number as it is."""
-    value = content.get(key)
-    return counted(value, noun) if isinstance(value, int) else f"{value} {noun}s"
 
 
 def _copy_evaluation(report: Path, staging: Path) -> CardEvaluation:
     """eval.json and its pictures; a picture that is gone is left out of the card."""
-    figures = read_evaluation(report)
-    write_json(staging / EVAL_FILE, _cleaned(load_json(report)))
+    found = read_report(report)
+    figures = card_evaluation(found)
+    write_json(staging / EVAL_FILE, _cleaned(found.model_dump(mode="json")))
     pictures = {suite: name for suite, name in figures.pictures.items() if (report.parent / name).is_file()}
     for name in pictures.values():
         shutil.copyfile(report.parent / name, staging / name)

@@ -1,5 +1,8 @@
 """Names of outputs, rules and repositories that make no sense are refused before anything is read or written."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 from palimpsa_surgery import cli
 from palimpsa_surgery.base.text import embedded_checkpoint_path
@@ -43,3 +46,24 @@ def test_a_name_that_makes_no_sense_is_one_line_and_leaves_nothing(tmp_path, mon
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["measure", "model", "-o", "model/config.json", "--force"], "would delete config.json, which is in use"),
+        (["measure", "model", "-o", "text.json", "--data", "text.json", "--force"], "would delete text.json, which"),
+        (["measure", "model", "-o", "p.json"], "p.png: is a file; choose another output, or give --force"),
+        (["plan", "model", "--profile", "p.yaml", "-o", "p.yaml", "--force"], "would delete p.yaml, which is in use"),
+    ],
+)
+def test_a_stage_does_not_replace_what_it_reads(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(SOURCE, "model")
+    for name in ("text.json", "p.yaml", "p.png"):
+        Path(name).write_text("mine")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    result = CliRunner().invoke(cli.app, [*arguments, "-q"])
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before

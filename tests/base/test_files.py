@@ -304,6 +304,34 @@ def test_a_forced_replacement_never_deletes_an_input_file(tmp_path):
         files.refuse_to_delete(tmp_path / "text.json", None, tmp_path / "text.json")
 
 
+@pytest.mark.parametrize(
+    ("names", "ours"),
+    [
+        (("config.json", "model-00001-of-00002.safetensors"), True),
+        (("config.json", "pytorch_model.bin"), True),
+        (("adapter_config.json",), True),
+        (("recipe.yaml", "metrics.jsonl"), True),
+        (("config.json", "index.js"), False),
+        (("a", "b", "c", "d"), False),
+    ],
+)
+def test_a_forced_replacement_deletes_only_what_this_program_has_written(tmp_path, names, ours):
+    for name in names:
+        (tmp_path / name).write_text("")
+    if ours:
+        files.refuse_to_delete(tmp_path)
+        return
+    with pytest.raises(OutputExistsError, match=f"no model, adapter or run folder, .* delete {names[0]}, {names[1]}"):
+        files.refuse_to_delete(tmp_path)
+
+
+def test_a_forced_replacement_never_changes_a_folder_that_is_read(tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.json").write_text("[]")
+    with pytest.raises(OutputExistsError, match="lies in texts, which is read; choose an output outside it"):
+        files.refuse_to_replace([tmp_path / "texts" / "a.json"], tmp_path / "texts", force=True)
+
+
 def test_flushing_takes_the_files_that_are_there_and_lets_the_block_work(tmp_path, monkeypatch):
     (tmp_path / "deep").mkdir()
     for name in ("a", "deep/b"):

@@ -9,10 +9,11 @@ import pytest
 import torch
 from palimpsa_surgery.base.errors import CheckpointError, OutputExistsError, UsageError
 from palimpsa_surgery.recipes import export, loop, modes
-from palimpsa_surgery.recipes.adapters import adapter_scale, find_adapter, load_adapter, merge
+from palimpsa_surgery.recipes.adapters import adapter_scale, find_adapter, load_adapter, merge, save_adapter
 from palimpsa_surgery.recipes.config import load_recipe
 from palimpsa_surgery.recipes.finetune import finetune
 from palimpsa_surgery.recipes.modes import check_coverage, coverage, coverage_table
+from palimpsa_surgery.surgery.checkpoint import open_checkpoint
 from palimpsa_surgery.surgery.loading import load_model
 from safetensors.torch import load_file
 
@@ -101,7 +102,7 @@ def test_another_base_is_refused(run, tmp_path):
 
 @pytest.mark.parametrize(
     ("out", "kept"),
-    [("tuned", "adapter"), (".", "[^ ]+"), ("models", "base"), ("tuned/adapter", "adapter"), ("free", None)],
+    [("tuned", "adapter"), (".", "[^ ]+"), ("models", "base"), ("tuned/adapter", "adapter"), ("free", "mine.txt")],
 )
 def test_force_deletes_neither_the_adapter_nor_its_base(run, model_folder, tmp_path, out, kept):
     adapter, base = tmp_path / "tuned" / "adapter", tmp_path / "models" / "base"
@@ -110,11 +111,7 @@ def test_force_deletes_neither_the_adapter_nor_its_base(run, model_folder, tmp_p
     (tmp_path / "free").mkdir()
     (tmp_path / "free" / "mine.txt").write_text("mine")
     before = sorted(tmp_path.rglob("*"))
-    if kept is None:  # a folder of something else
-        merge(adapter, tmp_path / out, base=base, force=True)
-        assert (tmp_path / out / "model.safetensors").is_file()
-        return
-    with pytest.raises(OutputExistsError, match=rf"replacing this would delete {kept}, which is in use"):
+    with pytest.raises(OutputExistsError, match=rf"replacing (this|it) would delete {kept}[,;]"):
         merge(adapter, tmp_path / out, base=base, force=True)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -140,13 +137,43 @@ def test_a_folder_without_an_adapter_is_named(model_folder):
 
 @pytest.mark.parametrize(
     ("config", "message"),
-    [({"peft_type": "IA3"}, "the adapter is IA3"), ({"peft_type": "LORA", "use_dora": True}, "LORA with use_dora")],
+    [
+        ({"peft_type": "IA3"}, "the adapter is IA3"),
+        ({"peft_type": "LORA", "use_dora": True}, "LORA with use_dora"),
+        ({"peft_type": "LORA", "lora_bias": True}, "LORA with lora_bias"),
+    ],
 )
 def test_other_kinds_of_adapters_are_refused(config, message):
     with pytest.raises(UsageError, match=message):
         adapter_scale(config)
     assert adapter_scale({"peft_type": "LORA", "r": 4, "lora_alpha": 8}) == 2
     assert adapter_scale({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_rslora": True}) == 4
+
+
+@pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga"])
+@pytest.mark.parametrize("use", [merge, lambda run, out, base: load_adapter(run, base)], ids=["merge", "load"])
+def test_an_adapter_whose_start_changes_its_base_is_refused(run, model_folder, tmp_path, start, use):
+    settings = run[0].folder / "adapter" / "adapter_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "init_lora_weights": start}))
+    with pytest.raises(UsageError, match=rf"init_lora_weights: is '{start}', .*path_initial_model_for_weight_conver"):
+        use(run[0].folder, tmp_path / "out", base=model_folder)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("start", ["gaussian", "orthogonal", "mica"])
+def test_an_adapter_whose_start_keeps_its_base_is_merged_as_peft_does(model_folder, tmp_path, start):
+    import peft
+
+    checkpoint = open_checkpoint(model_folder)
+    config = peft.LoraConfig(r=2, target_modules=["in_proj", "out_proj"], init_lora_weights=start)
+    tuned = peft.get_peft_model(load_model(checkpoint), config)
+    for name, parameter in tuned.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter.data, std=0.05)
+    trained = {name: parameter.detach() for name, parameter in tuned.named_parameters()}
+    save_adapter(tuned, trained, checkpoint, tmp_path / "adapter")
+    merged = load_model(merge(tmp_path / "adapter", tmp_path / "merged", base=model_folder))
+    assert close(merged(input_ids=IDS).logits, tuned.eval()(input_ids=IDS).logits)
 
 
 def test_a_killed_lora_run_goes_on_bit_for_bit(model_folder, lora, tmp_path, interrupted):
@@ -172,6 +199,21 @@ def test_targets_that_make_no_sense_are_refused(targets, message, model):
     recipe = load_recipe({"steps": 1, "mode": "lora", "lora": {"targets": targets}})
     with pytest.raises(UsageError, match=message):
         check_coverage(coverage(model, targets, [1]), recipe, [1], tied=True)
+
+
+@pytest.mark.parametrize(
+    ("targets", "kind"),
+    [
+        (["in_proj", "conv1d"], "conv1d is a CausalConv1d"),
+        (["in_proj", "embeddings"], "embeddings is a"),
+        (["norm"], "norm is"),
+    ],
+)
+def test_targets_that_are_no_matrices_are_refused(targets, kind):
+    model = make_model(layers=[1], tie_word_embeddings=False)
+    recipe = load_recipe({"steps": 1, "mode": "lora", "lora": {"targets": targets, "rank": 4}})
+    with pytest.raises(UsageError, match=f"lora.targets: {kind}.*expected a linear layer such as in_proj"):
+        modes.add_adapters(model, recipe, [1])
 
 
 def test_force_allows_adapters_on_source_layers_alone(model):

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 from palimpsa_surgery.base import text as text_module
-from palimpsa_surgery.base.errors import DataError
+from palimpsa_surgery.base.errors import DataError, OutputError
 from palimpsa_surgery.base.text import EMBEDDED_TEXT, embedded_checkpoint_path, load_tokenizer
 from palimpsa_surgery.recipes import data
 from palimpsa_surgery.recipes.data import cache_folder, open_text, tokenizer_key
@@ -47,6 +47,16 @@ def test_the_same_text_is_tokenised_once(text, tokenizer, tmp_path, monkeypatch)
     packed.write_bytes(text.read_bytes())
     assert open_text(packed, tokenizer, cache=tmp_path / "cache").key == first.key
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("setting", ["PALIMPSA_CACHE", "XDG_CACHE_HOME"])
+def test_a_cache_that_cannot_be_written_names_the_variable(text, tokenizer, tmp_path, monkeypatch, setting):
+    monkeypatch.delenv("PALIMPSA_CACHE", raising=False)
+    monkeypatch.setenv(setting, str(text / "below-a-file"))
+    with pytest.raises(
+        OutputError, match=r"tokens: the tokenised text cannot be written there .*PALIMPSA_CACHE or data"
+    ):
+        open_text(text, tokenizer)
 
 
 @pytest.mark.parametrize("change", ["text", "end", "chat template", "more files"])

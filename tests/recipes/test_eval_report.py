@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from palimpsa_surgery.base.console import table
 from palimpsa_surgery.base.errors import EvaluationError, SchemaError
-from palimpsa_surgery.recipes.eval_report import (
+from palimpsa_surgery.base.eval_schema import (
     EvalData,
     EvalReport,
     EvalSuite,
     EvaluatedModel,
     SeenText,
-    compare,
     read_report,
     write_report,
 )
+from palimpsa_surgery.recipes.eval_report import compare
 from palimpsa_surgery.recipes.suites import Measurement
 
 NAMES = ("ours", "theirs")
@@ -136,6 +136,11 @@ def test_written_and_read_again(tmp_path):
         ("schema_version", None, "schema_version: is missing"),
         ("modle", 1, r"eval\.json:modle: there is no such key; did you mean model\?"),
         ("device", None, r"eval\.json:device: is (None|missing)"),
+        (
+            "suites",
+            {"loss": {"rows": [{"name": "loss", "unit": "nats", "samples": 3}]}},
+            r"eval\.json:suites\.loss\.rows\.0: has neither `model` nor `against`",
+        ),
     ],
 )
 def test_a_file_that_does_not_follow_the_schema_is_refused(tmp_path, key, value, message):

@@ -1,13 +1,14 @@
 """`evaluate` from folders to eval.json and pictures."""
 
 import json
+import shutil
 import struct
 
 import pytest
 import torch
 from palimpsa_surgery.base.errors import OutputExistsError, UsageError
+from palimpsa_surgery.base.eval_schema import read_report
 from palimpsa_surgery.base.text import embedded_checkpoint_path
-from palimpsa_surgery.recipes.eval_report import read_report
 from palimpsa_surgery.recipes.evaluation import evaluate
 from palimpsa_surgery.recipes.suites import SUITES
 from palimpsa_surgery.surgery.checkpoint import open_checkpoint
@@ -140,6 +141,22 @@ def test_an_output_that_exists_is_kept(model_folder, tmp_path):
     assert (tmp_path / "eval.json").read_text() == "mine"
     evaluate(model_folder, suites=("loss",), **SMALL, out=tmp_path / "eval.json", force=True)
     assert read_report(tmp_path / "eval.json").model.name == "model"
+
+
+@pytest.mark.parametrize(
+    ("out", "force"),
+    [("model/config.json", True), ("other/tokenizer.json", True), ("text.json", True), ("eval.json", False)],
+)
+def test_neither_an_input_nor_a_picture_of_the_users_own_is_replaced(model_folder, tmp_path, out, force):
+    for name in ("model", "other"):
+        shutil.copytree(model_folder, tmp_path / name)
+    (tmp_path / "text.json").write_text(json.dumps(["a text of some words"] * 9))
+    (tmp_path / "eval-positions.png").write_text("mine")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    given = {"suites": ("positions",), "data": tmp_path / "text.json", **SMALL}
+    with pytest.raises(OutputExistsError, match=r"which is in use and is it|eval-positions\.png: is a file;"):
+        evaluate(tmp_path / "model", tmp_path / "other", **given, out=tmp_path / out, force=force)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,37 @@ from palimpsa_surgery.base.errors import UsageError
 from palimpsa_surgery.recipes import export
 from palimpsa_surgery.recipes.config import dump_recipe, load_recipe
 from palimpsa_surgery.recipes.finetune import finetune
-from palimpsa_surgery.recipes.launch import find_config, launch_command, main, shipped_configs
+from palimpsa_surgery.recipes.launch import find_config, launch_command, launched_processes, main, shipped_configs
 from palimpsa_surgery.recipes.loop import read_metrics
 from palimpsa_surgery.surgery.loading import load_model
 from safetensors.torch import load_file
 
 IDS = torch.arange(30).view(1, 30)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("WORLD_SIZE=2", "WORLD_SIZE: set in the environment as by a launcher, but RANK is not; unset it, or start"),
+        ("WORLD_SIZE=2 RANK=0 LOCAL_RANK=0", "WORLD_SIZE, RANK, LOCAL_RANK: .* but MASTER_ADDR is not; unset them"),
+        ("LOCAL_RANK=0", "LOCAL_RANK: set in the environment"),
+        ("RANK=1", "RANK: set in the environment"),
+        ("WORLD_SIZE=two", "WORLD_SIZE: is 'two' in the environment, expected a whole number"),
+    ],
+)
+def test_what_a_launcher_left_in_the_environment_is_named(model_folder, recipe, tmp_path, monkeypatch, given, message):
+    for setting in given.split():
+        monkeypatch.setenv(*setting.split("="))
+    with pytest.raises(UsageError, match=message):
+        finetune(model_folder, recipe, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("given", ["", "WORLD_SIZE=1", "WORLD_SIZE=1 RANK=0", "MASTER_ADDR=here", "LOCAL_RANK=-1"])
+def test_what_says_one_process_is_one_process(monkeypatch, given):
+    for setting in given.split():
+        monkeypatch.setenv(*setting.split("="))
+    assert launched_processes() == 1
 
 
 @pytest.mark.parametrize("name", sorted(shipped_configs()))

@@ -130,6 +130,14 @@ def test_a_run_stopped_before_its_first_checkpoint_validates_its_start_once(
     assert [line["step"] for line in lines if line["kind"] == "start"] == [0]
 
 
+def test_what_no_run_wrote_is_not_replaced(model_folder, recipe, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "mine.txt").write_text("mine")
+    with pytest.raises(OutputExistsError, match=r"holds checkpoints and no recipe\.yaml, so no run wrote that"):
+        finetune(model_folder, recipe, tmp_path, force=True)
+    assert (tmp_path / "checkpoints" / "mine.txt").is_file()
+
+
 @pytest.mark.parametrize("inside", [".", "run", "a/b"])
 def test_a_run_does_not_go_into_the_model_it_trains(inside, model_folder, recipe, tmp_path):
     model = shutil.copytree(model_folder, tmp_path / "model")

@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 import yaml
+from palimpsa_surgery.base.eval_schema import SeenText, read_report
 from palimpsa_surgery.recipes import seen
-from palimpsa_surgery.recipes.eval_report import SeenText, read_report
 from palimpsa_surgery.recipes.evaluation import evaluate
 from palimpsa_surgery.recipes.seen import seen_text
 

@@ -1,26 +1,31 @@
 """What a card shows of an evaluation: a table that stays short, and whether the text was held out."""
 
-import json
-
 import pytest
-from palimpsa_surgery.base.errors import SchemaError
-from palimpsa_surgery.surgery.card_evaluation import read_evaluation, seen_sentence
+from palimpsa_surgery.base.eval_schema import EvalReport, SeenText, seen_sentence
+from palimpsa_surgery.surgery.card_evaluation import card_evaluation
+
+SEEN = SeenText(name="a.jsonl", documents=3, of=9)
 
 
 def row(name, value=1.0, better="lower", **at):
-    return {"name": name, "at": at, "unit": "nats", "better": better, "model": {"value": value, "error": 0.1}}
+    figure = {"value": value, "error": 0.1}
+    return {"name": name, "at": at, "unit": "nats", "better": better, "samples": 3, "model": figure}
 
 
-def written(path, suites, seen=None, against=None):
-    content = {
-        "model": {"name": "m", "fingerprint": "0" * 64, "seen": seen},
-        "against": against,
-        "data": {"name": "text.jsonl"},
-        "device": "cpu",
-        "suites": {name: {"rows": rows} for name, rows in suites.items()},
-    }
-    path.write_text(json.dumps(content))
-    return read_evaluation(path)
+def shown(suites, seen=None, against=None):
+    def model(name, seen):
+        sizes = {"layout": "mamba_ssm", "parameters": 7, "dtype": "float32", "palimpsa_layers": []}
+        return {"name": name, "fingerprint": "0" * 64, "seen": seen, **sizes}
+
+    report = EvalReport(
+        version="0",
+        model=model("m", seen),
+        against=against and model(*against),
+        data={"name": "text.jsonl", "tokens": 9, "tokenizer": "m"},
+        device="cpu",
+        suites={name: {"rows": rows} for name, rows in suites.items()},
+    )
+    return card_evaluation(report)
 
 
 LENGTHS = (512, 1024, 2048)
@@ -39,25 +44,25 @@ def body(figures):
     return [line.split(" | ") for line in figures.table().splitlines() if line.startswith("| ")][2:]
 
 
-def test_a_long_table_is_cut_to_what_stands_for_each_measurement(tmp_path):
-    figures = written(tmp_path / "eval.json", MANY)
+def test_a_long_table_is_cut_to_what_stands_for_each_measurement():
+    figures = shown(MANY)
     rows = body(figures)
     assert len(rows) == 15
     assert [cells[1] for cells in rows[:2]] == ["arc_easy acc", "lambada perplexity"]
-    shown = {(cells[0].removeprefix("| "), cells[1]) for cells in rows}
-    assert shown == {(s, r["name"]) for s, found in MANY.items() for r in found if s != "importance"}, "one of each"
+    found = {(cells[0].removeprefix("| "), cells[1]) for cells in rows}
+    assert found == {(s, r["name"]) for s, made in MANY.items() for r in made if s != "importance"}, "one of each"
     assert any("length 2,048" in cells[2] for cells in rows if cells[0] == "| loss")
     assert "These are 15 of 41 rows; [eval.json](eval.json) has them all." in figures.table()
 
 
-def test_a_short_table_is_whole(tmp_path):
-    figures = written(tmp_path / "eval.json", {"loss": MANY["loss"]})
+def test_a_short_table_is_whole():
+    figures = shown({"loss": MANY["loss"]})
     assert len(body(figures)) == 6
     assert "[eval.json]" not in figures.table()
 
 
-def test_the_metadata_has_every_loss_and_benchmark_and_what_the_table_shows(tmp_path):
-    figures = written(tmp_path / "eval.json", MANY)
+def test_the_metadata_has_every_loss_and_benchmark_and_what_the_table_shows():
+    figures = shown(MANY)
     index = figures.model_index("m")[0]["results"]
     assert {part["dataset"]["name"] for part in index} == {"text.jsonl", "arc_easy", "lambada"}
     names = [metric["name"] for part in index for metric in part["metrics"]]
@@ -78,20 +83,13 @@ def test_the_metadata_has_every_loss_and_benchmark_and_what_the_table_shows(tmp_
     ],
 )
 def test_what_was_trained_on_is_a_sentence(documents, of, text):
-    assert seen_sentence("a.jsonl", documents, of, "m") == text
+    assert seen_sentence(SeenText(name="a.jsonl", documents=documents, of=of), "m") == text
 
 
-def test_a_card_says_when_the_text_was_trained_on(tmp_path):
-    seen = {"name": "a.jsonl", "documents": 3, "of": 9}
-    table = written(tmp_path / "eval.json", {"loss": MANY["loss"]}, seen, {"name": "b", "seen": seen}).table()
+def test_a_card_says_when_the_text_was_trained_on():
+    table = shown({"loss": MANY["loss"]}, SEEN, ("b", SEEN)).table()
     for subject in ("this model", "the other model"):
         assert (
             f"**Not held out:** 3 of the 9 documents of the text are in a.jsonl, which {subject} was trained" in table
         )
-    assert "Not held out" not in written(tmp_path / "eval.json", {"loss": MANY["loss"]}, None, {"name": "b"}).table()
-
-
-@pytest.mark.parametrize("seen", ["yes", {"name": "a"}, {"name": "a", "documents": 1, "of": "many"}])
-def test_a_broken_entry_is_named(tmp_path, seen):
-    with pytest.raises(SchemaError, match=r"eval\.json: is no report of `palimpsa evaluate`"):
-        written(tmp_path / "eval.json", MANY, seen)
+    assert "Not held out" not in shown({"loss": MANY["loss"]}, None, ("b", None)).table()

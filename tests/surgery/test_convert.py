@@ -341,10 +341,24 @@ def test_an_existing_folder_is_refused_and_replaced_with_force(tmp_path):
     (out / "notes.txt").write_text("mine")
     with pytest.raises(OutputExistsError, match="give --force to replace it"):
         convert(tmp_path / "source", out, layers=(1,))
+    with pytest.raises(OutputExistsError, match=r"no model, adapter or run folder, and .* would delete notes\.txt;"):
+        convert(tmp_path / "source", out, layers=(1,), force=True)
     assert [path.name for path in out.iterdir()] == ["notes.txt"]
-    convert(tmp_path / "source", out, layers=(1,), force=True)
-    assert not (out / "notes.txt").exists()
-    assert (out / "model.safetensors").exists()
+    (out / "notes.txt").unlink()
+    convert(tmp_path / "source", out, layers=(1,))
+    convert(tmp_path / "source", out, layers=(0,), force=True)
+    assert open_checkpoint(out).palimpsa_layers == (0,)
+
+
+def test_a_plan_in_the_output_is_written_again_and_another_one_keeps_the_output(tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    pico.write_mamba_ssm(source)
+    convert(source, out, layers=(1,))
+    convert(source, out, plan=out / "plan.yaml", force=True)
+    (out / "plan.yaml").rename(out / "mine.yaml")
+    with pytest.raises(OutputExistsError, match=r"would delete mine\.yaml, which is in use and lies in it"):
+        convert(source, out, plan=out / "mine.yaml", force=True)
+    assert (out / "mine.yaml").is_file()
 
 
 def test_a_readme_of_the_users_own_survives_force(tmp_path):

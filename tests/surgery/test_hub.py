@@ -62,8 +62,9 @@ def test_a_folder_to_push_to_replaces_neither_the_model_nor_the_folder_of_work(
         push_to_folder(sharded, REPO, tmp_path / target, force=True)
     assert sorted(tmp_path.rglob("*")) == before
     monkeypatch.chdir(tmp_path)
-    push_to_folder(sharded, REPO, tmp_path / "work", force=True)
-    assert not (tmp_path / "work" / "mine.txt").exists()
+    with pytest.raises(OutputExistsError, match=r"replacing it would delete here, mine\.txt; choose another output"):
+        push_to_folder(sharded, REPO, tmp_path / "work", force=True)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def other_process(code, home, server):

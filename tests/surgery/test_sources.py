@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import errors as hub
 from palimpsa_surgery.base.errors import CheckpointError
 from palimpsa_surgery.surgery.checkpoint import open_checkpoint
-from palimpsa_surgery.surgery.sources import resolve, select_weights, special_token_ids
+from palimpsa_surgery.surgery.sources import resolve, select_weights, special_token_ids, weight_files
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
@@ -182,6 +182,39 @@ def test_a_cached_snapshot_opens_offline_through_the_real_client(tmp_path, monke
     assert len(open_checkpoint("org/model").tensors) == len(tensors) - 1
     with pytest.raises(CheckpointError, match=r"org/other: no such folder here, not in the Hub cache"):
         open_checkpoint("org/other")
+    gone = min(blobs.glob("*.safetensors"))
+    gone.unlink()
+    for name in ("org/model", repo / "snapshots" / commit):
+        with pytest.raises(CheckpointError, match=f"{commit}/{gone.name}: is a link to a file that is gone; remove it"):
+            open_checkpoint(name)
+
+
+@pytest.mark.parametrize("single", ["model.safetensors", "pytorch_model.bin"])
+def test_a_single_file_beside_an_index_of_shards_is_ambiguous(tmp_path, monkeypatch, single):
+    shards = [single.replace(".", f"-0000{number}-of-00002.") for number in (1, 2)]
+    for name in (single, *shards):
+        (tmp_path / name).touch()
+    (tmp_path / f"{single}.index.json").write_text(json.dumps({"weight_map": dict(zip("ab", shards, strict=True))}))
+    match = rf"holds {single} and the shards of {single}\.index\.json, and nothing says which"
+    with pytest.raises(CheckpointError, match=match):
+        open_checkpoint(tmp_path)
+    fake = FakeHub(monkeypatch, tmp_path)
+    with pytest.raises(CheckpointError, match=match):
+        open_checkpoint("org/model")
+    assert f"{single}.index.json" in fake.patterns
+
+
+def test_an_index_of_the_single_file_itself_is_not_ambiguous(tmp_path):
+    tensors = pico.write_hf(tmp_path)
+    index = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert [path.name for path in weight_files(tmp_path)] == ["model.safetensors"]
+
+
+def test_a_home_that_cannot_be_written_names_the_variable(tmp_path, monkeypatch):
+    FakeHub(monkeypatch, tmp_path, download=PermissionError(13, "Permission denied", "/home/x"))
+    with pytest.raises(CheckpointError, match=r"Permission denied.*; name a folder .* in HF_HOME"):
+        resolve("org/model")
 
 
 @pytest.mark.parametrize("settings", [{}, {"eos_token": "<gone>"}, {"eos_token": None}])

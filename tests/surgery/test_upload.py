@@ -9,8 +9,7 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 from palimpsa_surgery.base.errors import CheckpointError, SchemaError, UsageError
-from palimpsa_surgery.base.schemas import write_model
-from palimpsa_surgery.recipes.eval_report import (
+from palimpsa_surgery.base.eval_schema import (
     EvalData,
     EvalFigure,
     EvalReport,
@@ -19,6 +18,7 @@ from palimpsa_surgery.recipes.eval_report import (
     EvaluatedModel,
     SeenText,
 )
+from palimpsa_surgery.base.schemas import write_model
 from palimpsa_surgery.surgery.card import MARKER
 from palimpsa_surgery.surgery.checkpoint import open_checkpoint
 from palimpsa_surgery.surgery.convert import convert
@@ -220,10 +220,47 @@ def test_an_evaluation_of_another_model_is_refused(model, staging, tmp_path):
         prepare_upload(model, staging, NAME, evaluation=path)
 
 
-def test_a_broken_evaluation_is_named(model, staging):
-    (model / "eval.json").write_text('{"suites": {}}')
-    with pytest.raises(SchemaError, match=r"eval.json: is no report of `palimpsa evaluate` \(KeyError\('model'\)\)"):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema_version": 99}, "eval.json:schema_version: is 99, newer than the 1"),
+        ({"schema_version": None}, "eval.json:schema_version: is missing"),
+        ({"model": None}, "eval.json:model: is None"),
+        (
+            {"suites": {"loss": {"rows": [{"name": "loss", "unit": "nats", "samples": 3}]}}},
+            "eval.json:suites.loss.rows.0: has neither `model` nor `against`",
+        ),
+    ],
+)
+def test_an_evaluation_that_does_not_follow_its_schema_is_refused(model, staging, change, message):
+    path = evaluation(open_checkpoint(model).fingerprint, model / "eval.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(SchemaError, match=message):
         prepare_upload(model, staging, NAME)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("recipe.yaml", {**RECIPE, "schema_version": 7}, "recipe.yaml:schema_version: is 7, newer than the 1"),
+        ("recipe.yaml", {**RECIPE, "learning": 1}, "recipe.yaml:learning: there is no such key"),
+        ("adapter_source.json", {"schema_version": 1, "base": "model"}, "adapter_source.json:fingerprint: is missing"),
+        ("adapter_source.json", [], "adapter_source.json: is a list"),
+        ("adapter_config.json", [], "adapter_config.json: holds a list, expected PEFT's table of settings"),
+    ],
+)
+def test_the_other_files_are_held_to_their_schemas_too(adapter, staging, file, content, message):
+    write = json.dumps if file.endswith(".json") else yaml.safe_dump
+    (adapter / file).write_text(write(content))
+    with pytest.raises((SchemaError, CheckpointError), match=message):
+        prepare_upload(adapter, staging, NAME, base="alice/base")
+
+
+def test_an_adapter_whose_start_changes_its_base_is_refused(adapter, staging):
+    config = adapter / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "init_lora_weights": "pissa"}))
+    with pytest.raises(UsageError, match=r"adapter_config.json:init_lora_weights: is 'pissa', a start that changes"):
+        prepare_upload(adapter, staging, NAME, base="alice/base")
 
 
 def test_a_fine_tuned_model_without_a_surgery_has_a_card_too(staging, tmp_path):
