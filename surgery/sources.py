@@ -141,12 +141,6 @@ def weight_files(folder: Path) -> list[Path]:
         files = _indexed_files(folder, chosen[0], names)
     else:
         files = list(chosen)
-        index = f"{files[0]}{_INDEX}"
-        if index in names and _indexed_files(folder, index, names) != files:
-            raise CheckpointError(
-                f"{folder}: holds {files[0]} and the shards of {index}, and nothing says which of them is the model; "
-                "remove what is left of another save"
-            )
     others = [name for name in names if fnmatch(name, "*.safetensors") or fnmatch(name, "*pytorch_model*.bin")]
     ignored = sorted(set(others) - set(files))
     if ignored:
@@ -355,4 +349,4 @@ def _patterns(repo: str, names: list[str]) -> list[str]:
     if chosen and chosen[0].endswith(_INDEX):
         stem, suffix = chosen[0].removesuffix(_INDEX).rsplit(".", 1)
         chosen.append(f"{stem}-*.{suffix}")
-    return [*SIDE_FILES, *chosen, *(f"{name}.index.json" for name in chosen if f"{name}.index.json" in names)]
+    return [*SIDE_FILES, *chosen]
