@@ -52,8 +52,13 @@ class Located(NamedTuple):
     rule: Rule
 
 
-def merge(files: list[WeightsFile]) -> dict[str, WeightsFile]:
-    """The file of each tensor; refuses a name that two files hold."""
+def merge(files: list[WeightsFile], indexed: Mapping[str, str]) -> dict[str, WeightsFile]:
+    """The file of each tensor; refuses a name that two files hold, or that an index gives to a file without it.
+
+    Args:
+        files: what was opened.
+        indexed: name of the file of each tensor by the index of the shards, if there is one.
+    """
     owners: dict[str, WeightsFile] = {}
     for file in files:
         for name in file.tensors:
@@ -65,6 +70,12 @@ def merge(files: list[WeightsFile]) -> dict[str, WeightsFile]:
             owners[name] = file
     if not owners:
         raise CheckpointError(f"{files[0].path.name}: holds no tensors, expected a model's weights; write it again")
+    for name, file in indexed.items():
+        if name not in owners or owners[name].path.name != file:
+            raise CheckpointError(
+                f"{file}: does not hold tensor {name}, which the index of the shards says is in it; download or write "
+                "index and shards again"
+            )
     return owners
 
 
@@ -169,14 +180,19 @@ def account(source_id: str, config: dict[str, Any], located: Mapping[str, Locate
         for name, found in located.items()
         if name in expected and found.entry.shape != expected[name]
     ]
-    odd = [found.entry.source_name for found in located.values() if found.entry.dtype not in _FLOATS]
+    odd = [found.entry for found in located.values() if found.entry.dtype not in _FLOATS]
+    if odd:
+        kinds = ", ".join(sorted({str(entry.dtype).removeprefix("torch.") for entry in odd}))
+        raise CheckpointError(
+            f"{source_id}: {_listing([entry.source_name for entry in odd])} is stored as {kinds}, expected weights in "
+            "float32, bfloat16, float16 or float64; take the checkpoint from before it was quantised"
+        )
     parts = [
         f"{len(names)} {what} ({_listing(names)})"
         for names, what in (
             (missing, "missing"),
             (extra, "unexpected"),
             (wrong, "of another shape than the config gives"),
-            (odd, "not in a floating-point dtype"),
         )
         if names
     ]

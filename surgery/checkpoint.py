@@ -22,6 +22,7 @@ from .lazy import open_weights
 from .sources import (
     Source,
     card_metadata,
+    indexed_tensors,
     license_names,
     read_foreign_json,
     resolve,
@@ -181,7 +182,8 @@ def open_checkpoint(src: str | Path, *, revision: str | None = None, token: str 
             missing, unexpected or of the wrong shape.
     """
     source = resolve(src, revision=revision, token=token)
-    tensors = merge([open_weights(path) for path in weight_files(source.folder)])
+    files = [open_weights(path) for path in weight_files(source.folder)]
+    tensors = merge(files, indexed_tensors(source.folder))
     layout = detect(source.folder, {name: file.tensors[name] for name, file in tensors.items()})
     located, dropped, strangers = locate(layout, tensors)
     notes = [*layout.notes, *resolve_vocabulary(layout, located)]

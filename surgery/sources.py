@@ -181,7 +181,7 @@ def read_foreign_json(path: Path) -> dict[str, Any]:
         return float(table["__float__"]) if set(table) == {"__float__"} else table
 
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_hook=decode)
+        content = json.loads(path.read_text(encoding="utf-8-sig"), object_hook=decode)
     except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path.name}: is not JSON ({error}); write or download the file again") from error
     if not isinstance(content, dict):
@@ -241,16 +241,26 @@ def license_files(folder: Path) -> tuple[Path, ...]:
     )
 
 
-def _indexed_files(folder: Path, index: str) -> list[str]:
+def indexed_tensors(folder: Path) -> dict[str, str]:
+    """The file of each tensor by the index of the shards that are read; {} without one."""
+    chosen = select_weights(path.name for path in folder.iterdir() if path.is_file())
+    return _weight_map(folder, chosen[0]) if chosen and chosen[0].endswith(".index.json") else {}
+
+
+def _weight_map(folder: Path, index: str) -> dict[str, str]:
     weight_map = read_foreign_json(folder / index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
         raise CheckpointError(f"{index}: has no usable weight_map, expected tensor names and files; write it again")
-    files = sorted(set(weight_map.values()))
+    return weight_map
+
+
+def _indexed_files(folder: Path, index: str) -> list[str]:
+    files = sorted(set(_weight_map(folder, index).values()))
     for name in files:
         parts = PurePosixPath(name.replace("\\", "/")).parts
         if len(parts) != 1 or parts[0] in ("..", "/") or ":" in name:
-            raise CheckpointError(f"{index}: weight_map points to {name!r}, outside its folder; this is refused")
-    missing = [name for name in files if not (folder / name).is_file()]
+            raise CheckpointError(f"{index}: weight_map points to {name[:100]!r}, outside its folder; this is refused")
+    missing = [name[:100] for name in files if not os.path.isfile(folder / name)]  # a name may be too long to ask for
     if missing:
         raise CheckpointError(
             f"{index}: of its {counted(len(files), 'file')} {len(missing)} cannot be found ({', '.join(missing[:5])}); "
