@@ -193,18 +193,20 @@ def refuse_file_name(path: str | Path, *suffixes: str) -> None:
 
 
 def refuse_to_delete(path: str | Path, *inputs: str | Path | None) -> None:
-    """Raises `OutputExistsError` when replacing `path` would delete what is read, or what this program has not written.
+    """Raises `OutputExistsError` when a folder at `path` would delete what is read, or what somebody else has written.
 
-    `--force` replaces a file or folder as a whole: an input in it, the folder that the user works in, and files of the
-    user's own would be gone. A folder is this program's where it is a model, an adapter or a run.
+    `--force` replaces a folder as a whole: an input in it, the folder that the user works in, and files of the user's
+    own would be gone. A folder is this program's where it is a model, an adapter or a run.
 
     Args:
-        path: the output.
+        path: the folder to be written.
         inputs: what the run reads; a None, or a name that is no file or folder here, is passed over.
     """
     path = named_path(path, "output")
     _refuse_in_use(path, *inputs)
-    if not path.is_dir() or is_ours(path):
+    if path.is_file():
+        raise OutputExistsError(f"{path}: is a file, and a folder is to be written; choose another output")
+    if not path.is_dir() or _is_ours(path):
         return
     strange = sorted(entry.name for entry in path.iterdir())
     if strange:
@@ -215,13 +217,22 @@ def refuse_to_delete(path: str | Path, *inputs: str | Path | None) -> None:
 
 
 def refuse_to_replace(outputs: Iterable[str | Path], *inputs: str | Path | None, force: bool) -> None:
-    """`refuse_existing` and `refuse_to_delete` of each file that a stage writes: what it asked for and its pictures."""
+    """Raises `OutputExistsError` for files that a stage would write over: any without `force`, with it its inputs.
+
+    Args:
+        outputs: the file that was asked for and the pictures beside it.
+        inputs: as for `refuse_to_delete`.
+        force: whether files that exist are replaced.
+    """
     for path in outputs:
         refuse_existing(path, force=force)
-        refuse_to_delete(path, *inputs)
+        path = named_path(path, "output")
+        _refuse_in_use(path, *inputs)
+        if path.is_dir():
+            raise OutputExistsError(f"{path}: is a folder, and a file is to be written; choose another output")
 
 
-def is_ours(folder: Path) -> bool:
+def _is_ours(folder: Path) -> bool:
     """Whether a folder is a model, an adapter or a run, told by the names in it."""
     names = {entry.name for entry in folder.iterdir()}
     model = "config.json" in names and any(name.endswith((".safetensors", ".bin")) for name in names)

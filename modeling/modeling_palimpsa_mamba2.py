@@ -196,6 +196,18 @@ class PalimpsaMamba2Model(PalimpsaMamba2PreTrainedModel):
         return cache
 
 
+def head_dtype(head: nn.Module) -> torch.dtype | None:
+    """The dtype in which a head computes; None for a quantised one, which has whole numbers and casts by itself."""
+    dtype = getattr(head.weight, "dtype", None)
+    return dtype if dtype is not None and dtype.is_floating_point else None
+
+
+def apply_head(head: nn.Module, hidden: Tensor) -> Tensor:
+    """Logits of hidden states, in the head's own dtype."""
+    dtype = head_dtype(head)
+    return head(hidden if dtype is None else hidden.to(dtype))
+
+
 class PalimpsaMamba2ForCausalLM(PalimpsaMamba2PreTrainedModel, GenerationMixin):
     """The backbone and a language modelling head, tied to the embedding when the config says so."""
 
@@ -260,7 +272,7 @@ class PalimpsaMamba2ForCausalLM(PalimpsaMamba2PreTrainedModel, GenerationMixin):
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         kept = outputs.last_hidden_state[:, keep]
-        logits = self.lm_head(kept.to(self.lm_head.weight.dtype))
+        logits = apply_head(self.lm_head, kept)
         logits = logits.to(compute_dtype(logits))
         loss = None
         if labels is not None:

@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ..base.errors import UsageError
+from ..modeling.modeling_palimpsa_mamba2 import apply_head, head_dtype
 from .packing import IGNORED
 
 CHUNK_BYTES = 64 << 20
@@ -54,7 +55,8 @@ class CausalLoss(nn.Module):
             causal = self.causal
             packed = {} if seq_idx is None else {"seq_idx": seq_idx}
             hidden = causal.backbone(input_ids=input_ids, use_cache=False, **packed)[0].flatten(0, 1)
-            if not per_token and resolve_loss(self.backend, hidden.device) == "liger":
+            plain = head_dtype(causal.lm_head) is not None  # the fused kernel reads the weights past the layer
+            if plain and not per_token and resolve_loss(self.backend, hidden.device) == "liger":
                 return _liger_loss(hidden, causal.lm_head, targets.flatten())
             losses = chunked_losses(hidden, causal.lm_head, targets.flatten())
             return losses.view_as(targets) if per_token else losses.sum()
@@ -86,7 +88,7 @@ def chunked_losses(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
     Returns:
         [N] fp32.
     """
-    rows = max(1, CHUNK_BYTES // (4 * head.weight.shape[0]))
+    rows = max(1, CHUNK_BYTES // (4 * head.out_features))
     pieces = zip(hidden.split(rows), targets.split(rows), strict=True)
     if torch.is_grad_enabled():
         losses = [checkpoint(_chunk_losses, piece, head, target, use_reentrant=False) for piece, target in pieces]
@@ -96,7 +98,7 @@ def chunked_losses(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
 
 
 def _chunk_losses(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
-    logits = head(hidden.to(head.weight.dtype)).float()
+    logits = apply_head(head, hidden).float()
     return functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
 
 

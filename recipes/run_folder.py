@@ -57,15 +57,15 @@ def check_run_folder(out: Path, recipe: Recipe, *, resume: bool, force: bool, mo
         raise OutputExistsError(
             f"{out}: holds a run ({', '.join(used)}); give --resume to go on, or --force to replace it"
         )
-    elif used and PARTS[0] not in used:
-        raise OutputExistsError(
-            f"{out}: holds {', '.join(used)} and no {PARTS[0]}, so no run wrote that; give another run folder, or "
-            "remove it yourself"
-        )
     trained = [name for name in used if (out / name).resolve() in (model.resolve(), *model.resolve().parents)]
     if trained and not resume:
         raise OutputExistsError(
             f"{out}: replacing this run would delete {trained[0]}, the model to train; give another run folder"
+        )
+    if used and PARTS[0] not in used and not resume:
+        raise OutputExistsError(
+            f"{out}: holds {', '.join(used)} and no {PARTS[0]}, so no run wrote that; give another run folder, or "
+            "remove it yourself"
         )
 
 

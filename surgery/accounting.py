@@ -69,12 +69,12 @@ def merge(files: list[WeightsFile], weight_map: Mapping[str, str]) -> dict[str, 
             owners[name] = file
     if not owners:
         raise CheckpointError(f"{files[0].path.name}: holds no tensors, expected a model's weights; write it again")
-    lost = [name for name, file in weight_map.items() if name not in owners or owners[name].path.name != file]
-    if lost:
-        raise CheckpointError(
-            f"{weight_map[lost[0]]}: holds no tensor {lost[0]}, though the index says so ({len(lost)} in all); the "
-            "index belongs to other shards, so download both again"
-        )
+    for name, file in weight_map.items():
+        if name not in owners or owners[name].path.name != file:
+            raise CheckpointError(
+                f"{file}: does not hold tensor {name}, which the index of the shards says is in it; download or write "
+                "index and shards again"
+            )
     return owners
 
 
@@ -179,14 +179,19 @@ def account(source_id: str, config: dict[str, Any], located: Mapping[str, Locate
         for name, found in located.items()
         if name in expected and found.entry.shape != expected[name]
     ]
-    odd = [found.entry.source_name for found in located.values() if found.entry.dtype not in _FLOATS]
+    odd = [found.entry for found in located.values() if found.entry.dtype not in _FLOATS]
+    if odd:
+        kinds = ", ".join(sorted({str(entry.dtype).removeprefix("torch.") for entry in odd}))
+        raise CheckpointError(
+            f"{source_id}: {_listing([entry.source_name for entry in odd])} is stored as {kinds}, expected weights in "
+            "float32, bfloat16, float16 or float64; take the checkpoint from before it was quantised"
+        )
     parts = [
         f"{len(names)} {what} ({_listing(names)})"
         for names, what in (
             (missing, "missing"),
             (extra, "unexpected"),
             (wrong, "of another shape than the config gives"),
-            (odd, "not in a floating-point dtype"),
         )
         if names
     ]

@@ -41,6 +41,11 @@ class LayerCalibration(StrictPart):
     def _same_heads(self) -> LayerCalibration:
         if len(self.importance) != len(self.spread):
             raise ValueError(f"importance has {counted(len(self.importance), 'head')}, spread {len(self.spread)}")
+        parts = sorted({len(part) for part in self.spread})
+        if parts[:1] == [0] or len(parts) > 1:
+            raise ValueError(
+                f"spread has lists of {' and '.join(map(str, parts))} numbers, expected one length above 0"
+            )
         return self
 
 

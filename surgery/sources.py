@@ -173,8 +173,8 @@ def files_read(src: str | Path | None) -> list[Path]:
     """The files of a checkpoint's folder that a stage reads, for what must not be replaced; [] for a Hub id."""
     if src is None or not os.path.isdir(folder := os.path.expanduser(src)):
         return []
-    patterns = (*SIDE_FILES, *WEIGHT_CHOICES)
-    return [path for path in Path(folder).iterdir() if any(fnmatch(path.name, pattern) for pattern in patterns)]
+    files = [path for path in Path(folder).iterdir() if not path.name.startswith(_NOT_WEIGHTS)]
+    return [path for path in files if any(fnmatch(path.name, pattern) for pattern in (*SIDE_FILES, *WEIGHT_CHOICES))]
 
 
 def read_foreign_json(path: Path) -> dict[str, Any]:

@@ -201,15 +201,15 @@ def _adapter_card(
     folder: Path, staging: Path, name: str, figures: CardEvaluation | None, base: str | None
 ) -> tuple[str, dict[str, Any], frozenset[str]]:
     """The card of an adapter and what identifies it; with `base`, its files name that base."""
-    source = read_model(AdapterSource, staging / SOURCE) if (staging / SOURCE).is_file() else None
-    config = read_adapter_config(staging)
+    source = read_model(AdapterSource, folder / SOURCE) if (folder / SOURCE).is_file() else None
+    config = _cleaned(read_adapter_config(folder))
     if base is not None:
         config["base_model_name_or_path"] = base
         write_json(staging / CONFIG, config)
         if source is not None:
             source = source.model_copy(update={"base": base})
             write_model(source, staging / SOURCE)
-    named = config.get("base_model_name_or_path") or (source.base if source else None)
+    named = config.get("base_model_name_or_path") or (_cleaned(source.base) if source else None)
     if not isinstance(named, str) or "/" not in named:
         raise UsageError(
             f"{folder}: the adapter belongs to a model folder named {named!r}, which nobody else has; push that model "

@@ -301,7 +301,7 @@ def test_a_forced_replacement_never_deletes_the_current_folder(tmp_path, monkeyp
 def test_a_forced_replacement_never_deletes_an_input_file(tmp_path):
     (tmp_path / "text.json").write_text("[]")
     with pytest.raises(OutputExistsError, match=r"would delete text\.json, which is in use and is it"):
-        files.refuse_to_delete(tmp_path / "text.json", None, tmp_path / "text.json")
+        files.refuse_to_replace([tmp_path / "text.json"], None, tmp_path / "text.json", force=True)
 
 
 @pytest.mark.parametrize(
@@ -323,6 +323,15 @@ def test_a_forced_replacement_deletes_only_what_this_program_has_written(tmp_pat
         return
     with pytest.raises(OutputExistsError, match=f"no model, adapter or run folder, .* delete {names[0]}, {names[1]}"):
         files.refuse_to_delete(tmp_path)
+
+
+def test_a_forced_replacement_is_of_a_folder_by_a_folder_and_of_a_file_by_a_file(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OutputExistsError, match="file: is a file, and a folder is to be written"):
+        files.refuse_to_delete(tmp_path / "file")
+    with pytest.raises(OutputExistsError, match="folder: is a folder, and a file is to be written"):
+        files.refuse_to_replace([tmp_path / "folder"], force=True)
 
 
 def test_a_forced_replacement_never_changes_a_folder_that_is_read(tmp_path):

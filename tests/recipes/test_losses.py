@@ -50,6 +50,26 @@ def test_the_loss_is_that_of_the_models_own_forward(model):
     torch.testing.assert_close(CausalLoss(model)(ids, targets), expected, rtol=1e-5, atol=1e-5)
 
 
+class Int8Head(torch.nn.Linear):
+    """Stands in for the quantised layers of other packages: whole numbers and a scale."""
+
+    def __init__(self, source):
+        super().__init__(source.in_features, source.out_features, bias=False)
+        self.scale = source.weight.detach().abs().max() / 127
+        self.weight = torch.nn.Parameter((source.weight.detach() / self.scale).round().to(torch.int8), False)
+
+    def forward(self, hidden):
+        return functional.linear(hidden, self.weight.to(hidden.dtype) * self.scale)
+
+
+def test_a_quantised_head_casts_by_itself(model):
+    ids, targets = batch()
+    plain, exact = model(input_ids=ids).logits.detach(), CausalLoss(model)(ids, targets).detach()
+    model.lm_head = Int8Head(model.lm_head)
+    assert (model(input_ids=ids).logits - plain).norm() <= 2e-2 * plain.norm()  # 8 bits
+    torch.testing.assert_close(CausalLoss(model)(ids, targets), exact, rtol=1e-2, atol=0)
+
+
 def test_losses_by_token_add_up_and_ignored_ones_are_zero(model):
     ids, targets = batch()
     module = CausalLoss(model)

@@ -232,9 +232,16 @@ def test_nothing_in_common_is_refused(tmp_path):
     refused(tmp_path, r"30 missing \(.* and 22 more\), 30 unexpected \(other.* and 22 more\)")
 
 
-def test_integer_weights_are_refused(tmp_path):
-    pico.write_hf(tmp_path, edit=lambda t: {**t, "backbone.norm_f.weight": torch.ones(16, dtype=torch.int8)})
-    refused(tmp_path, r"1 not in a floating-point dtype \(backbone.norm_f.weight\)")
+@pytest.mark.parametrize("name", ["lm_head.weight", "backbone.embeddings.weight", "backbone.norm_f.weight"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_quantised_weights_are_refused_by_name(tmp_path, name, dtype):
+    def quantise(tensors):
+        tensors[name] = tensors[name].to(dtype)
+        tensors[f"{name}_scale"] = torch.ones(1)
+
+    pico.write_hf(tmp_path, edit=quantise, tied=False)
+    kind = str(dtype).removeprefix("torch.")
+    refused(tmp_path, f"{name} is stored as {kind}, expected weights in float32, .* before it was quantised")
 
 
 # Files.
@@ -275,6 +282,30 @@ def test_a_config_of_nonsense(tmp_path, content):
     pico.write_hf(tmp_path)
     (tmp_path / "config.json").write_text(content)
     refused(tmp_path, "config.json: (is not JSON|holds a list, expected a table)")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"backbone.ghost": "model-00001-of-00002.safetensors"},
+            "does not hold tensor backbone.ghost, which",
+        ),
+        (
+            {"lm_head.weight": "model-00001-of-00002.safetensors"},
+            "of-00002.safetensors: does not hold tensor lm_h",
+        ),
+        ({"backbone.ghost": "x" * 5000}, r"of its 3 files 1 cannot be found \(x{100}\); download the missing shards"),
+        ({"backbone.ghost": "../" + "x" * 5000}, "weight_map points to '../x{97}', outside its folder"),
+    ],
+)
+def test_an_index_that_names_what_is_not_there(tmp_path, change, message):
+    pico.write_hf(tmp_path, shards=2, tied=False)
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    assert index["weight_map"].get("lm_head.weight") != "model-00001-of-00002.safetensors"
+    path.write_text(json.dumps({"weight_map": {**index["weight_map"], **change}}))
+    refused(tmp_path, message)
 
 
 @pytest.mark.parametrize("target", ["../secret.safetensors", "/etc/passwd", "sub/model.safetensors", "..", "C:\\x"])

@@ -54,6 +54,8 @@ def test_each_list_of_numbers_stands_on_one_line(tmp_path):
         (lambda data: data["layers"][0].update(layer=5), "numbered 0 to 0 in order, not \\[5\\]"),
         (lambda data: data["layers"][0].update(head_rate=[1.0]), "head_rate has 1 head, head_window 3"),
         (lambda data: data["layers"][0]["calibration"].update(importance=[1.0]), "importance has 1 head, spread 3"),
+        (lambda data: data["layers"][0]["calibration"]["spread"][1].pop(), "spread has lists of 7 and 8 numbers"),
+        (lambda data: data["layers"][0]["calibration"].update(spread=[[]] * 3), "spread has lists of 0 numbers"),
         (lambda data: data.update(schema_version=99), "schema_version: is 99, newer than the 1"),
         (lambda data: data.update(method="guessed"), "method: is 'guessed', expected 'measured' or 'static'"),
     ],

@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import errors as hub
 from palimpsa_surgery.base.errors import CheckpointError
 from palimpsa_surgery.surgery.checkpoint import open_checkpoint
-from palimpsa_surgery.surgery.sources import resolve, select_weights, special_token_ids, weight_files
+from palimpsa_surgery.surgery.sources import read_foreign_json, resolve, select_weights, special_token_ids, weight_files
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
@@ -208,6 +208,11 @@ def test_an_index_of_the_single_file_itself_is_not_ambiguous(tmp_path):
     index = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert [path.name for path in weight_files(tmp_path)] == ["model.safetensors"]
+
+
+def test_a_mark_that_editors_on_windows_put_first_is_read_over(tmp_path):
+    (tmp_path / "config.json").write_bytes(b"\xef\xbb\xbf" + b'{"a": 1}')
+    assert read_foreign_json(tmp_path / "config.json") == {"a": 1}
 
 
 def test_a_home_that_cannot_be_written_names_the_variable(tmp_path, monkeypatch):

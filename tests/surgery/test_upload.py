@@ -252,7 +252,7 @@ def test_an_evaluation_that_does_not_follow_its_schema_is_refused(model, staging
 def test_the_other_files_are_held_to_their_schemas_too(adapter, staging, file, content, message):
     write = json.dumps if file.endswith(".json") else yaml.safe_dump
     (adapter / file).write_text(write(content))
-    with pytest.raises((SchemaError, CheckpointError), match=message):
+    with pytest.raises((SchemaError, CheckpointError), match=f"{adapter}/{message}"):
         prepare_upload(adapter, staging, NAME, base="alice/base")
 
 
