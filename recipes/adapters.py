@@ -20,6 +20,7 @@ from ..base.files import load_json, named_path, output_folder, refuse_existing, 
 from ..base.schemas import StrictModel, read_model, write_model
 from ..surgery.checkpoint import Checkpoint, open_checkpoint
 from ..surgery.loading import load_model
+from ..surgery.tokenizer import with_tokenizer
 from .config import Recipe, load_recipe
 from .export import save_tensors
 
@@ -138,7 +139,7 @@ def merge(
         raise UsageError(f"--dtype {dtype}: there is no such dtype; choose one of {', '.join(MERGED_DTYPES)}")
     refuse_existing(out, force=force)
     adapter = find_adapter(run)
-    checkpoint = open_base(adapter, base)
+    checkpoint = with_tokenizer(open_base(adapter, base))
     refuse_to_delete(out, adapter, checkpoint.path)
     load = merged_tensors(load_file(adapter / TENSORS), adapter_scale(load_json(adapter / CONFIG)), checkpoint)
     recipe = Path(run) / "recipe.yaml"

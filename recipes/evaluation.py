@@ -13,11 +13,12 @@ from .. import __version__
 from ..base.console import progress
 from ..base.errors import UsageError
 from ..base.files import refuse_existing, refuse_file_name
-from ..base.text import data_name, load_tokenizer
+from ..base.text import data_name
 from ..kernels import api, ssd
 from ..surgery.checkpoint import Checkpoint, open_checkpoint
 from ..surgery.doctor import describe_device
 from ..surgery.loading import load_model
+from ..surgery.tokenizer import encode_alike, load_tokenizer, open_tokenizer
 from .eval_report import EvalData, EvalReport, EvalSuite, EvaluatedModel, SeenText, compare, write_report
 from .harness import run_tasks
 from .seen import seen_text
@@ -143,15 +144,14 @@ def _tokenizer(checkpoints: Sequence[Checkpoint], named: str | Path | None, toke
     """The tokenizer of all models, and its name.
 
     Raises:
-        UsageError: two models have tokenizers that differ, so that their losses are not of the same targets.
+        UsageError: two models have tokenizers that do not encode alike, so their losses are not of the same targets.
     """
     if named is not None:
         return load_tokenizer(named, token=token), data_name(named)
-    owners = [checkpoint for checkpoint in checkpoints if checkpoint.tokenizer_files]
-    encoders = [load_tokenizer(checkpoint.path) for checkpoint in owners]
-    if not encoders:
-        return load_tokenizer(checkpoints[0].path), checkpoints[0].source_id  # its error says what to do
-    if any(encoder.get_vocab() != encoders[0].get_vocab() for encoder in encoders[1:]):
+    # Where none has one, opening the first says what to do.
+    owners = [checkpoint for checkpoint in checkpoints if checkpoint.tokenizer_files] or checkpoints[:1]
+    encoders = [open_tokenizer(checkpoint) for checkpoint in owners]
+    if not all(encode_alike(encoders[0], encoder) for encoder in encoders[1:]):
         raise UsageError(
             f"{owners[0].source_id} and {owners[1].source_id} have different tokenizers, so their losses are not of "
             f"the same tokens; compare models with one tokenizer, or name it with --tokenizer"

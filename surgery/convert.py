@@ -21,11 +21,12 @@ from ..base.files import flushing, output_folder, refuse_existing, refuse_to_del
 from ..base.schemas import write_model
 from .card import CardFacts, kept_readme, license_terms, render_card
 from .forgetting import measure, static_forgetting
-from .model_folder import output_config, output_specs, write_surroundings, write_tokenizer, write_weights
+from .model_folder import output_config, output_specs, write_surroundings, write_weights
 from .plan import DEFAULT_LAYERS, Plan, make_plan, read_plan, write_plan
 from .profile import Profile, read_profile, write_profile
 from .report import ConversionReport, build_report, dtype_name
 from .sources import card_metadata
+from .tokenizer import with_tokenizer
 from .verify import Verification, choose_mode
 from .verify import verify as verify_folder
 from .writer import TensorSpec
@@ -104,6 +105,7 @@ def convert(
     measuring = measuring or MeasureOptions()
     checkpoint = open_checkpoint(src, revision=revision, token=token) if isinstance(src, str | Path) else src
     refuse_to_delete(out, checkpoint.path, measuring.data, measuring.tokenizer)
+    checkpoint = with_tokenizer(checkpoint, measuring.tokenizer)
     mode = choose_mode(checkpoint, verify)
     plan, profile = _settle(checkpoint, plan, profile, layers, plan_options, measuring)
     stored = DTYPES[dtype] if dtype else checkpoint.dtype
@@ -186,8 +188,6 @@ def _write(
             write_plan(plan, folder / PLAN_FILE)
             write_profile(profile, folder / PROFILE_FILE)
             verification = _verified(checkpoint, folder, plan, mode, dtype, measuring)
-            if not checkpoint.tokenizer_files and measuring.tokenizer is not None:
-                write_tokenizer(measuring.tokenizer, folder)
             report = build_report(
                 checkpoint,
                 plan,

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from ..base.console import progress
 from ..base.errors import PalimpsaError, UsageError, VerificationError
 from ..base.text import token_windows
-from .forgetting import source_tokenizer
 from .plan import SHARED_KEYS, Plan
+from .tokenizer import open_tokenizer
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
@@ -298,7 +298,7 @@ def _text(checkpoint: Checkpoint, tokenizer: str | None) -> tuple[Tensor, str]:
     """Token ids [1, T] of the embedded text, or seeded ids when there is no tokenizer."""
     vocabulary = checkpoint.config["vocab_size"]
     try:
-        loaded = source_tokenizer(checkpoint, tokenizer)
+        loaded = open_tokenizer(checkpoint, tokenizer)
         windows, about = token_windows(None, loaded, tokens=TOKENS, seq_len=TOKENS, vocab_size=vocabulary)
         return torch.as_tensor(windows[0])[None], about["data"]
     except PalimpsaError as error:

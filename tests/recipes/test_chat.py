@@ -4,11 +4,12 @@ import json
 
 import pytest
 from palimpsa_surgery.base.errors import DataError, UsageError
-from palimpsa_surgery.base.text import embedded_checkpoint_path, load_tokenizer
+from palimpsa_surgery.base.text import embedded_checkpoint_path
 from palimpsa_surgery.recipes.chat import render_chat
 from palimpsa_surgery.recipes.conversations import Conversation
 from palimpsa_surgery.recipes.data import open_text
 from palimpsa_surgery.recipes.packing import IGNORED, TokenStream, split_documents
+from palimpsa_surgery.surgery.tokenizer import load_tokenizer
 
 HEAD = "{% for m in messages %}"
 PROMPT = "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"

@@ -1,9 +1,10 @@
 import pytest
 import torch
 from palimpsa_surgery.base.errors import UsageError
-from palimpsa_surgery.base.text import embedded_checkpoint_path, load_tokenizer
+from palimpsa_surgery.base.text import embedded_checkpoint_path
 from palimpsa_surgery.recipes.generation import continue_text, generate
 from palimpsa_surgery.surgery.loading import load_model
+from palimpsa_surgery.surgery.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")
