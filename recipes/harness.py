@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..base.errors import EvaluationError, UsageError
+from ..base.text import opening_ids
 from .bootstrap import estimate
 from .suites import Measurement, SuiteResult
 
@@ -63,7 +64,13 @@ def run_tasks(
         )
     try:
         with _kept_off_stdout():
-            harness_model = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
+            harness_model = HFLM(
+                pretrained=model,
+                tokenizer=tokenizer,
+                backend="causal",
+                batch_size=batch_size,
+                add_bos_token=bool(opening_ids(tokenizer)),  # its own default is another from release to release
+            )
             found = simple_evaluate(harness_model, tasks=names, limit=limit, task_manager=manager, bootstrap_iters=1000)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
