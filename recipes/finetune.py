@@ -112,7 +112,8 @@ def _finetune(
     if recipe.warmup_steps() >= recipe.total_steps():
         warm, steps = recipe.warmup_steps(), counted(recipe.total_steps(), "step")
         logger.warning("warmup: takes %d of %s, so the learning rate never stays at its full height", warm, steps)
-    checkpoint = with_tokenizer(open_checkpoint(model_folder, revision=revision, token=token), recipe.data.tokenizer)
+    checkpoint = open_checkpoint(model_folder, revision=revision, token=token)
+    checkpoint = with_tokenizer(checkpoint, recipe.data.tokenizer, token=token)
     with contextlib.ExitStack() as stack:
         with accelerator.main_process_first():
             if main:
@@ -181,7 +182,7 @@ def assemble(accelerator: Any, checkpoint: Checkpoint, recipe: Recipe, out: Path
     resolve_loss(recipe.loss, accelerator.device)
     if require_kernels():
         resolve_backend("auto", accelerator.device)
-    tokenizer = open_tokenizer(checkpoint, recipe.data.tokenizer)
+    tokenizer = open_tokenizer(checkpoint)
     model = prepare_mode(load_model(checkpoint), checkpoint, recipe)
     stream, validation = open_streams(accelerator, recipe, tokenizer, model.config.vocab_size)
     loss = CausalLoss(model, recipe.loss, recipe.precision)

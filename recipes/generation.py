@@ -12,7 +12,7 @@ from ..base.errors import CheckpointError, UsageError
 from ..base.text import opening_ids
 from ..surgery.checkpoint import open_checkpoint
 from ..surgery.loading import load_model
-from ..surgery.tokenizer import open_tokenizer
+from ..surgery.tokenizer import open_tokenizer, with_tokenizer
 
 
 def generate(
@@ -48,8 +48,8 @@ def generate(
         UsageError: as for `continue_text`.
         CheckpointError: no model or no tokenizer can be read there, or the logits are not finite.
     """
-    checkpoint = open_checkpoint(model_folder, revision=revision, token=token)
-    encoder = open_tokenizer(checkpoint, tokenizer, token=token)
+    checkpoint = with_tokenizer(open_checkpoint(model_folder, revision=revision, token=token), tokenizer, token=token)
+    encoder = open_tokenizer(checkpoint)
     model = load_model(checkpoint, device=device)
     return continue_text(model, encoder, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
 

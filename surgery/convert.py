@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,11 +105,12 @@ def convert(
     measuring = measuring or MeasureOptions()
     checkpoint = open_checkpoint(src, revision=revision, token=token) if isinstance(src, str | Path) else src
     refuse_to_delete(out, checkpoint.path, measuring.data, measuring.tokenizer)
-    checkpoint = with_tokenizer(checkpoint, measuring.tokenizer)
+    checkpoint = with_tokenizer(checkpoint, measuring.tokenizer, token=token)
+    measuring = replace(measuring, tokenizer=None)  # it is the checkpoint's own from here on
     mode = choose_mode(checkpoint, verify)
     plan, profile = _settle(checkpoint, plan, profile, layers, plan_options, measuring)
     stored = DTYPES[dtype] if dtype else checkpoint.dtype
-    return _write(checkpoint, Path(out), plan, profile, stored, mode, force, measuring)
+    return _write(checkpoint, Path(out), plan, profile, stored, mode, force)
 
 
 def _settle(
@@ -169,7 +170,6 @@ def _write(
     dtype: torch.dtype,
     mode: str,
     force: bool,
-    measuring: MeasureOptions,
 ) -> ConversionReport:
     config = output_config(checkpoint, plan)
     specs = output_specs(config, dtype)
@@ -187,7 +187,7 @@ def _write(
             write_surroundings(checkpoint, folder, config, dtype)
             write_plan(plan, folder / PLAN_FILE)
             write_profile(profile, folder / PROFILE_FILE)
-            verification = _verified(checkpoint, folder, plan, mode, dtype, measuring)
+            verification = _verified(checkpoint, folder, plan, mode, dtype)
             report = build_report(
                 checkpoint,
                 plan,
@@ -213,12 +213,10 @@ def _draw_and_import(profile: Profile, picture: Path, chosen: Sequence[int]) -> 
     plot_profile(profile, picture, chosen=chosen)
 
 
-def _verified(
-    checkpoint: Checkpoint, folder: Path, plan: Plan, mode: str, dtype: torch.dtype, measuring: MeasureOptions
-) -> Verification:
+def _verified(checkpoint: Checkpoint, folder: Path, plan: Plan, mode: str, dtype: torch.dtype) -> Verification:
     """Verifies; a folder that cannot even be read back is a failed verification too."""
     try:
-        return verify_folder(checkpoint, folder, plan, mode=mode, dtype=dtype, tokenizer=measuring.tokenizer)
+        return verify_folder(checkpoint, folder, plan, mode=mode, dtype=dtype)
     except VerificationError:
         raise
     except (ValueError, RuntimeError, KeyError, OSError) as error:

@@ -35,21 +35,22 @@ def load_tokenizer(source: str | Path, *, revision: str | None = None, token: st
 
 def open_tokenizer(checkpoint: Checkpoint, named: str | Path | None = None, *, token: str | None = None) -> Any:
     """The tokenizer that was named, else the checkpoint's own; errors as for `load_tokenizer`."""
-    return _load(checkpoint.path, checkpoint.source_id) if named is None else load_tokenizer(named, token=token)
+    return _load(*_place(checkpoint, named, token))
 
 
-def with_tokenizer(checkpoint: Checkpoint, named: str | Path | None = None) -> Checkpoint:
-    """The checkpoint as it is written with the tokenizer that was named, else its own, beside it.
+def with_tokenizer(checkpoint: Checkpoint, named: str | Path | None = None, *, token: str | None = None) -> Checkpoint:
+    """The checkpoint with the tokenizer that was named as its own, as it is run and written from here on.
 
-    Config and generation config name the special tokens of that tokenizer, or plain `generate` would not know where a
-    text ends. A checkpoint's own tokenizer fills gaps only: its configs may name another end, or several, on purpose.
+    Config and generation config name the special tokens of its tokenizer, or plain `generate` would not know where a
+    text ends. The tokenizer that came with a checkpoint fills gaps only: the configs may name another end, or several.
 
     Raises:
-        CheckpointError: as for `load_tokenizer`; a checkpoint without a tokenizer stays as it is.
+        CheckpointError: as for `load_tokenizer`; but a checkpoint without a tokenizer stays as it is.
     """
     if named is None and not checkpoint.tokenizer_files:
         return checkpoint
-    tokenizer = open_tokenizer(checkpoint, named)
+    folder, name = _place(checkpoint, named, token)
+    tokenizer = _load(folder, name)
     found = {key: getattr(tokenizer, key) for key in SPECIAL_TOKEN_IDS}
     rows = checkpoint.config["vocab_size"]  # a pad token is often added behind them, and the model cannot look it up
     ids = {key: number for key, number in found.items() if number is not None and number < rows}
@@ -64,9 +65,7 @@ def with_tokenizer(checkpoint: Checkpoint, named: str | Path | None = None) -> C
         checkpoint,
         config=settled(checkpoint.config),
         generation_config=None if generation is None else settled(generation),
-        tokenizer_files=checkpoint.tokenizer_files
-        if named is None
-        else tokenizer_files(resolve(named, weights=False).folder),
+        tokenizer_files=tokenizer_files(folder),
     )
 
 
@@ -80,6 +79,14 @@ def probe(tokenizer: Any) -> list[Any]:
     texts = [next(iter_documents())[:4096], _ODD_TEXT, "".join(sorted(tokenizer.all_special_tokens))]
     ids = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
     return [opening_ids(tokenizer), tokenizer.eos_token_id, ids]
+
+
+def _place(checkpoint: Checkpoint, named: str | Path | None, token: str | None) -> tuple[Path, str]:
+    """The folder of a tokenizer, and how messages call it."""
+    if named is not None:
+        return resolve(named, token=token, weights=False).folder, str(named)
+    files = checkpoint.tokenizer_files
+    return files[0].parent if files else checkpoint.path, checkpoint.source_id
 
 
 def _load(folder: Path, name: str) -> Any:
@@ -113,5 +120,5 @@ def refuse_code(folder: Path, name: str) -> None:
             classes = ", ".join(str(one) for one in (code if isinstance(code, list) else [code]) if one)
             raise CheckpointError(
                 f"{name}: {file.name} says that its tokenizer is code of its own ({classes}), which is not run here; "
-                f"give one that transformers reads without it, with {_OPTION}"
+                f"put files there that transformers reads without it, or name another tokenizer with {_OPTION}"
             )
