@@ -56,7 +56,7 @@ def evaluate(
 
     Args:
         model: a model folder, Hub id or open checkpoint, source or converted, of any layout.
-        against: another one, for differences (model - against); both must have the same tokenizer.
+        against: another one, for differences (model - against).
         suites: names from `suites.SUITES`; by default all of them, or none when only `lm_eval` is given.
         data: text, as for `measure`; by default the embedded one.
         lengths: tokens of a sequence, in every suite.
@@ -68,14 +68,14 @@ def evaluate(
         lm_eval_limit: questions of each task at most.
         device: where the models run.
         dtype: of the weights; by default as stored, and float32 on a CPU, which is slow at anything shorter.
-        tokenizer: folder or Hub id, when neither model has one.
+        tokenizer: folder or Hub id, for both models; by default their own, which must encode alike.
         revision: of a Hub id, for `model`.
         token: Hub token.
         out: eval.json; pictures go beside it.
         force: replace it.
 
     Raises:
-        UsageError: an unknown suite or option, or tokenizers that differ.
+        UsageError: an unknown suite or option, or tokenizers that do not encode alike.
         EvaluationError: a figure is not finite; the harness is not installed or does not know a task.
     """
     names = _suite_names(suites, lm_eval)

@@ -207,7 +207,7 @@ def measure(
         static: no text, `static_forgetting` instead.
         calibrate: also collect what the calibrated start needs; a quarter of the time.
         device: where the model runs; fp32 whatever the checkpoint's dtype.
-        tokenizer: folder or Hub id, when the checkpoint has none.
+        tokenizer: folder or Hub id; by default the checkpoint's own.
         revision: of a Hub id.
         token: for a private Hub id.
 
