@@ -279,6 +279,9 @@ def _download(repo: str, revision: str | None, token: str | None, weights: bool)
             f"{repo}: neither a folder here nor a model on the Hub that you may read; check the spelling, or log in"
         ) from error
     except (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled) as error:
+        there = getattr(error, "snapshot_path", None)  # newer clients refuse what was fetched in part, as above
+        if there is not None and patterns is None:
+            return Path(there)
         raise CheckpointError(
             f"{repo}{at}: no such folder here, not in the Hub cache, and the Hub cannot be reached; "
             "check the spelling, or download it while online"

@@ -3,8 +3,10 @@
 import json
 import shutil
 
+import hub_server
 import pico
 import pytest
+from huggingface_hub import constants
 from palimpsa_surgery.base.errors import CheckpointError
 from palimpsa_surgery.base.files import load_json
 from palimpsa_surgery.base.text import embedded_checkpoint_path
@@ -127,6 +129,25 @@ def test_a_home_folder_is_found(tmp_path, monkeypatch):
 def test_a_place_without_a_folder_is_refused(source, message):
     with pytest.raises(CheckpointError, match=message):
         load_tokenizer(source.format(EMBEDDED))
+
+
+def test_of_a_hub_id_only_the_tokenizer_is_fetched(tmp_path, monkeypatch):
+    with hub_server.for_the_client(monkeypatch, tmp_path) as server:
+        folder = write_tokenizer(tmp_path / "here", chat_template=TEMPLATE)
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "rag.jinja").write_text("rag")
+        (folder / "model.safetensors").write_bytes(b"large")
+        files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+        server.repositories["a/b"] = hub_server.Repository(private=False)
+        server.repositories["a/b"].commit(
+            {name: hub_server.Blob(path.read_bytes(), lfs=False) for name, path in files.items()}
+        )
+        loaded = load_tokenizer("a/b")
+        fetched = {path.name for path in (tmp_path / "hub").rglob("snapshots/**/*") if path.is_file()}
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert load_tokenizer("a/b").get_vocab() == loaded.get_vocab()
+    assert fetched == {"tokenizer.json", "tokenizer_config.json", "rag.jinja"}
+    assert encode_alike(loaded, load_tokenizer(EMBEDDED))
 
 
 # Being the same.
