@@ -4,6 +4,7 @@ Help has to answer at once, so nothing heavy is imported outside a verb.
 """
 
 import functools
+import io
 import os
 import signal
 import sys
@@ -41,7 +42,7 @@ Data = Annotated[str | None, typer.Option(help="Text: .jsonl, .json, .txt (or .g
 Tokens = Annotated[int, typer.Option(help="How many tokens of the text to use.")]
 SeqLen = Annotated[int, typer.Option(help="Tokens in a window.")]
 Seed = Annotated[int, typer.Option(help="Of every random choice.")]
-Tokenizer = Annotated[str | None, typer.Option(help="Folder or Hub id of a tokenizer, when SRC has none.")]
+Tokenizer = Annotated[str | None, typer.Option(help="Folder or Hub id of a tokenizer (default: the model's own).")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU when there is one.")]
 Layers = Annotated[str | None, typer.Option(help="A count such as 8, or a list such as 4,8,11 (one layer: 8,).")]
 Rule = Annotated[str | None, typer.Option(help="How a count is chosen: window (default), rate, random, ...")]
@@ -96,7 +97,7 @@ def _report(error: Exception, verbose: bool) -> int:
 def _print_json(value: Any) -> None:
     from .base.files import dump_json
 
-    print(dump_json(value), end="")
+    print(dump_json(value, ascii_only=True), end="")  # whatever the encoding of the terminal or pipe
 
 
 def _print_wrote(path: Any) -> None:
@@ -419,7 +420,10 @@ def generate(
     model: Model,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to add at most.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token; above, samples.")] = 0.0,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="0 takes the most likely token; above, samples (default: by the generation config)."),
+    ] = None,
     seed: Seed = 0,
     device: Device = "auto",
     tokenizer: Tokenizer = None,
@@ -550,5 +554,7 @@ def main() -> None:
     # Read when torch loads. OpenMP threads that spin at every barrier made a small scan 24 times slower (two threads,
     # 24.0 against 1.0 s) while other processes wanted the same cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # text of a model may hold what a code page does not
     stop_in_good_order()
     app()

@@ -42,10 +42,10 @@ def named_path(path: str | Path, what: str) -> Path:
     return Path(expanded)
 
 
-def dump_json(value: Any) -> str:
+def dump_json(value: Any, *, ascii_only: bool = False) -> str:
     """Strict JSON: a NaN or an infinity raises `SchemaError` instead of writing what no other parser reads."""
     try:
-        return json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+        return json.dumps(value, indent=2, allow_nan=False, ensure_ascii=ascii_only) + "\n"
     except ValueError as error:
         raise SchemaError(f"a value to be written as JSON is not finite ({error}); nothing was written") from error
 

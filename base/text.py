@@ -1,7 +1,8 @@
 """Text for measuring, training and evaluating: read, tokenised, cut into windows, always in the same way.
 
-Documents are read in the order of the files, shuffled with a seed, joined with the tokenizer's end-of-text token and
-cut into windows of equal length. The result depends on the text, the seed and the lengths, on nothing else.
+Documents are read in the order of the files, shuffled with a seed, joined and cut into windows of equal length. Each
+begins with what the tokenizer itself puts at the start of a text, and ends with its end-of-text token. The result
+depends on the text, the seed and the lengths, on nothing else.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ import numpy as np
 
 from .console import counted
 from .errors import CheckpointError, DataError, UsageError
-from .files import named_path
-from .network import check_network
 from .records import ASSETS, EMBEDDED_TEXT, iter_records, looks_like_path, records_of_file
 
 logger = logging.getLogger(__name__)
@@ -104,32 +103,21 @@ def parse_numbers(option: str, text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def load_tokenizer(source: str | Path, *, revision: str | None = None, token: str | None = None) -> Any:
-    """The tokenizer of a model folder or Hub id, as transformers reads it.
+def opening_ids(tokenizer: Any) -> list[int]:
+    """What a tokenizer itself puts at the start of a text, such as a BOS token: each document and prompt starts so.
 
-    Raises:
-        CheckpointError: there is none; the message names the option that gives one.
+    What it adds at the end is left out: a document ends with the end-of-text token, and a prompt goes on.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    tokenizer_file = named_path(source, "tokenizer") / "tokenizer.json"
-    if not os.path.exists(source):
-        check_network(token)
-    try:
-        return AutoTokenizer.from_pretrained(str(source), revision=revision, token=token)
-    except Exception as error:  # the reasons differ by release: KeyError, ValueError, OSError, ImportError
-        if tokenizer_file.is_file():
-            return PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_file))
-        raise CheckpointError(
-            f"{source}: holds no tokenizer that transformers can read; give one with --tokenizer, a folder or a Hub id "
-            f"(the state-spaces models use EleutherAI/gpt-neox-20b)"
-        ) from error
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a", add_special_tokens=True)["input_ids"]
+    starts = (start for start in range(len(whole)) if whole[start : start + len(plain)] == plain)
+    return whole[: next(starts, 0)]
 
 
 def tokenize_documents(
     documents: Iterable[str], tokenizer: Any, *, limit: int | None = None, **options: Any
 ) -> Iterator[list[int]]:
-    """The token ids of each document, no special token added.
+    """The token ids of each document, after what the tokenizer itself puts at the start of one.
 
     Args:
         documents: the texts.
@@ -137,8 +125,9 @@ def tokenize_documents(
         limit: a document longer than one piece is not tokenised beyond so many tokens.
         options: of the tokenizer's call.
     """
+    opening = opening_ids(tokenizer)
     for document in documents:
-        ids: list[int] = []
+        ids = [*opening]
         for piece in _pieces(document):
             ids += tokenizer(piece, add_special_tokens=False, verbose=False, **options)["input_ids"]
             if limit is not None and len(ids) >= limit:

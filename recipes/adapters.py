@@ -21,6 +21,7 @@ from ..base.schemas import read_model, write_model
 from ..surgery.adapter_files import CONFIG, SOURCE, TENSORS, AdapterSource, read_adapter_config
 from ..surgery.checkpoint import Checkpoint, open_checkpoint
 from ..surgery.loading import load_model
+from ..surgery.tokenizer import with_tokenizer
 from .config import Recipe, load_recipe
 from .export import save_tensors
 
@@ -138,7 +139,7 @@ def merge(
     refuse_existing(out, force=force)
     adapter = find_adapter(run)
     scale = adapter_scale(read_adapter_config(adapter))
-    checkpoint = open_base(adapter, base)
+    checkpoint = with_tokenizer(open_base(adapter, base))
     refuse_to_delete(out, adapter, checkpoint.path)
     load = merged_tensors(load_file(adapter / TENSORS), scale, checkpoint)
     recipe = Path(run) / "recipe.yaml"

@@ -63,7 +63,11 @@ class _Template:
         try:
             self.source = tokenizer.get_chat_template(tools=conversation.tools)
         except ValueError as error:
-            raise UsageError(f"data.chat: the tokenizer has no chat template of the usual name ({error})") from error
+            names = ", ".join(sorted(tokenizer.chat_template))
+            raise UsageError(
+                f"data.chat: the tokenizer has the chat templates {names}, none of them named default, so none can be "
+                "chosen; give the right one that name, or save it as chat_template.jinja"
+            ) from error
         self.marks = _GENERATION.search(self.source) is not None
         self._known: dict[tuple[int, bool], str] = {}
 
@@ -75,6 +79,7 @@ class _Template:
 
     def apply(self, messages: list[dict[str, Any]], *, prompt: bool = False, tools: bool = True, **options: Any) -> Any:
         asked = {**self.conversation.options, "tokenize": False, "add_generation_prompt": prompt, **options}
+        asked["chat_template"] = self.source  # chosen once: a tokenizer may have another for conversations with tools
         try:
             return self.tokenizer.apply_chat_template(
                 messages, tools=self.conversation.tools if tools else None, **asked

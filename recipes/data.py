@@ -18,7 +18,8 @@ from ..base.console import counted, progress
 from ..base.errors import DataError, OutputError
 from ..base.files import dump_json, load_json, named_path, output_folder
 from ..base.records import CHAT_SUFFIXES, EMBEDDED_TEXT, TEXT_SUFFIXES, data_files, embedded_text_path
-from ..base.text import PIECE_CHARACTERS, data_name, iter_documents, tokenize_documents
+from ..base.text import PIECE_CHARACTERS, data_name, iter_documents, opening_ids, tokenize_documents
+from ..surgery.tokenizer import probe
 from .chat import render_chat
 from .conversations import Conversation, iter_conversations
 
@@ -35,7 +36,8 @@ class TokenStore:
 
     Attributes:
         tokens: [N] ids, uint16 or uint32, memory-mapped.
-        offsets: [documents + 1] where each document starts; each ends with the end-of-document token, if there is one.
+        offsets: [documents + 1] where each document starts: with what the tokenizer itself puts there, such as a BOS
+            token. Each ends with the end-of-document token, if there is one.
         trained: [N] 1 where a token is a target of the loss, or None when all are.
         key: sha256 over the text, the tokenizer and what was asked; the same text has the same key on any machine.
         records: [documents] the number of the record each document came from: a conversation may give several. None
@@ -115,14 +117,14 @@ def cache_folder(cache: str | Path | None = None) -> Path:
 
 
 def tokenizer_key(tokenizer: Any) -> str:
-    """sha256 over what decides the ids: the whole fast tokenizer (or the vocabulary), end token and chat template.
+    """sha256 over what decides the ids: the whole fast tokenizer (of another the vocabulary, and what it makes of some
+    text), end token, chat template and first tokens.
 
     And whether the tokenizer's own settings keep special tokens that are spelled in a text as text.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
-    template = getattr(tokenizer, "chat_template", None)
-    asked = [rules, tokenizer.eos_token_id, template]
+    rules = backend.to_str() if backend else json.dumps([sorted(tokenizer.get_vocab().items()), probe(tokenizer)])
+    asked = [rules, tokenizer.eos_token_id, getattr(tokenizer, "chat_template", None), *opening_ids(tokenizer)]
     if getattr(tokenizer, "split_special_tokens", False):
         asked.append("special tokens as text")
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
@@ -218,6 +220,7 @@ def _encode_texts(
     batches: Iterable[list[str]], tokenizer: Any, as_text: bool, limit: int | None
 ) -> Iterator[tuple[int, list[int], None]]:
     """(number of the document, its ids, no mask); documents of usual length go to the tokenizer together."""
+    opening = opening_ids(tokenizer)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     options = {"split_special_tokens": True} if as_text else {}
     number = 0
@@ -226,6 +229,7 @@ def _encode_texts(
             encoded: Iterable[list[int]] = tokenize_documents(texts, tokenizer, limit=limit, **options)
         else:
             encoded = tokenizer(texts, add_special_tokens=False, verbose=False, **options)["input_ids"]
+            encoded = ([*opening, *ids] for ids in encoded)
         for ids in encoded:
             yield number, ids + end, None
             number += 1

@@ -18,7 +18,7 @@ import torch
 
 from ..base.console import counted, human_seconds, table
 from ..base.files import named_path, refuse_existing, write_text
-from ..base.text import EMBEDDED_CHECKPOINT, iter_documents, load_tokenizer, token_windows
+from ..base.text import EMBEDDED_CHECKPOINT, iter_documents, token_windows
 from ..modeling.importance import record_importance
 from ..surgery.checkpoint import open_checkpoint
 from ..surgery.convert import convert
@@ -27,6 +27,7 @@ from ..surgery.loading import load_model
 from ..surgery.plan import Plan, make_plan, write_plan
 from ..surgery.plots import plot_profile
 from ..surgery.profile import Profile, write_profile
+from ..surgery.tokenizer import load_tokenizer
 from .demo_plots import plot_importance, plot_losses
 from .evaluate import LossResult, evaluate_loss, paired_difference
 from .finetune import finetune

@@ -14,12 +14,13 @@ from ..base.console import progress
 from ..base.errors import UsageError
 from ..base.eval_schema import EvalData, EvalReport, EvalSuite, EvaluatedModel, SeenText, write_report
 from ..base.files import named_path, refuse_file_name, refuse_to_replace
-from ..base.text import data_name, load_tokenizer
+from ..base.text import data_name
 from ..kernels import api, ssd
 from ..surgery.checkpoint import Checkpoint, open_checkpoint
 from ..surgery.doctor import describe_device
 from ..surgery.loading import load_model
 from ..surgery.sources import files_read
+from ..surgery.tokenizer import encode_alike, load_tokenizer, open_tokenizer
 from .eval_report import compare
 from .harness import run_tasks
 from .seen import seen_text
@@ -57,7 +58,7 @@ def evaluate(
 
     Args:
         model: a model folder, Hub id or open checkpoint, source or converted, of any layout.
-        against: another one, for differences (model - against); both must have the same tokenizer.
+        against: another one, for differences (model - against).
         suites: names from `suites.SUITES`; by default all of them, or none when only `lm_eval` is given.
         data: text, as for `measure`; by default the embedded one.
         lengths: tokens of a sequence, in every suite.
@@ -69,14 +70,14 @@ def evaluate(
         lm_eval_limit: questions of each task at most.
         device: where the models run.
         dtype: of the weights; by default as stored, and float32 on a CPU, which is slow at anything shorter.
-        tokenizer: folder or Hub id, when neither model has one.
+        tokenizer: folder or Hub id, for both models; by default their own, which must encode alike.
         revision: of a Hub id, for `model`.
         token: Hub token.
         out: eval.json; pictures go beside it.
         force: replace it.
 
     Raises:
-        UsageError: an unknown suite or option, or tokenizers that differ.
+        UsageError: an unknown suite or option, or tokenizers that do not encode alike.
         EvaluationError: a figure is not finite; the harness is not installed or does not know a task.
     """
     names = _suite_names(suites, lm_eval)
@@ -152,15 +153,14 @@ def _tokenizer(checkpoints: Sequence[Checkpoint], named: str | Path | None, toke
     """The tokenizer of all models, and its name.
 
     Raises:
-        UsageError: two models have tokenizers that differ, so that their losses are not of the same targets.
+        UsageError: two models have tokenizers that do not encode alike, so their losses are not of the same targets.
     """
     if named is not None:
         return load_tokenizer(named, token=token), data_name(named)
-    owners = [checkpoint for checkpoint in checkpoints if checkpoint.tokenizer_files]
-    encoders = [load_tokenizer(checkpoint.path) for checkpoint in owners]
-    if not encoders:
-        return load_tokenizer(checkpoints[0].path), checkpoints[0].source_id  # its error says what to do
-    if any(encoder.get_vocab() != encoders[0].get_vocab() for encoder in encoders[1:]):
+    # Where none has one, opening the first says what to do.
+    owners = [checkpoint for checkpoint in checkpoints if checkpoint.tokenizer_files] or checkpoints[:1]
+    encoders = [open_tokenizer(checkpoint) for checkpoint in owners]
+    if not all(encode_alike(encoders[0], encoder) for encoder in encoders[1:]):
         raise UsageError(
             f"{owners[0].source_id} and {owners[1].source_id} have different tokenizers, so their losses are not of "
             f"the same tokens; compare models with one tokenizer, or name it with --tokenizer"

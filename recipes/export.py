@@ -18,7 +18,9 @@ from ..modeling.configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 from ..surgery.checkpoint import Checkpoint
 from ..surgery.export import card_without_surgery
 from ..surgery.loading import keeps_fp32
-from ..surgery.sources import license_files
+from ..surgery.model_folder import copy_companions
+from ..surgery.sources import is_of_tokenizer
+from ..surgery.tokenizer import SPECIAL_TOKEN_IDS
 from ..surgery.writer import TensorSpec, write_tensors
 from .checkpointing import full_tensor, trained_parameters
 from .config import Recipe, dump_recipe
@@ -100,26 +102,19 @@ def carry_along(checkpoint: Checkpoint, folder: Path, name: str) -> None:
     """The files beside the weights: of a converted model all, of another one tokenizer, generation config and a card
     that keeps its licence."""
     if checkpoint.layout != "palimpsa_mamba2":
-        files = [
-            path
-            for path in (
-                *checkpoint.tokenizer_files,
-                *license_files(checkpoint.path),
-                checkpoint.path / "generation_config.json",
-            )
-            if path.is_file()
-        ]
         write_text(folder / "README.md", card_without_surgery(checkpoint, name, checkpoint.palimpsa_layers))
     else:
-        files = [path for path in sorted(checkpoint.path.iterdir()) if path.is_file() and not _is_weights(path)]
-    for path in files:
-        shutil.copyfile(path, folder / path.name)
+        for path in sorted(checkpoint.path.iterdir()):
+            if path.is_file() and not (_is_weights(path) or is_of_tokenizer(path.name)):
+                shutil.copyfile(path, folder / path.name)
+    copy_companions(checkpoint, folder)
 
 
 def model_config(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Any]:
     """The content of `config.json`: a converted model's own with the new dtype, else one made from the source's."""
     if checkpoint.layout == "palimpsa_mamba2":
-        config = load_json(checkpoint.path / "config.json")
+        known = {key: checkpoint.config[key] for key in SPECIAL_TOKEN_IDS if checkpoint.config.get(key) is not None}
+        config = {**load_json(checkpoint.path / "config.json"), **known}
     else:
         config = json.loads(PalimpsaMamba2Config(**checkpoint.config).to_json_string(use_diff=False))
     config.pop("torch_dtype", None)

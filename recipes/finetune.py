@@ -16,10 +16,10 @@ import torch
 from ..base.console import counted, human_count, human_seconds, setup_logging
 from ..base.errors import UsageError
 from ..base.files import named_path
-from ..base.text import load_tokenizer
 from ..kernels.api import require_kernels, resolve_backend, set_require_kernels
 from ..surgery.checkpoint import Checkpoint, open_checkpoint
 from ..surgery.loading import load_model
+from ..surgery.tokenizer import open_tokenizer, with_tokenizer
 from .adapters import save_run
 from .checkpointing import Position, latest_checkpoint, load_checkpoint, model_key
 from .config import Recipe, load_recipe
@@ -114,6 +114,7 @@ def _finetune(
         warm, steps = recipe.warmup_steps(), counted(recipe.total_steps(), "step")
         logger.warning("warmup: takes %d of %s, so the learning rate never stays at its full height", warm, steps)
     checkpoint = open_checkpoint(model_folder, revision=revision, token=token)
+    checkpoint = with_tokenizer(checkpoint, recipe.data.tokenizer, token=token)
     with contextlib.ExitStack() as stack:
         with accelerator.main_process_first():
             if main:
@@ -182,7 +183,7 @@ def assemble(accelerator: Any, checkpoint: Checkpoint, recipe: Recipe, out: Path
     resolve_loss(recipe.loss, accelerator.device)
     if require_kernels():
         resolve_backend("auto", accelerator.device)
-    tokenizer = load_tokenizer(recipe.data.tokenizer or checkpoint.path)
+    tokenizer = open_tokenizer(checkpoint)
     model = prepare_mode(load_model(checkpoint), checkpoint, recipe)
     stream, validation = open_streams(accelerator, recipe, tokenizer, model.config.vocab_size)
     loss = CausalLoss(model, recipe.loss, recipe.precision)

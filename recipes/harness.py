@@ -16,6 +16,7 @@ import numpy as np
 
 from ..base.console import counted
 from ..base.errors import EvaluationError, UsageError
+from ..base.text import opening_ids
 from .bootstrap import estimate
 from .suites import Measurement, SuiteResult
 
@@ -67,7 +68,12 @@ def run_tasks(
     try:
         with _kept_off_stdout():
             harness_model = _counting(HFLM)(
-                pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size, max_length=length
+                pretrained=model,
+                tokenizer=tokenizer,
+                backend="causal",
+                batch_size=batch_size,
+                max_length=length,
+                add_bos_token=bool(opening_ids(tokenizer)),  # its own default is another from release to release
             )
             found = simple_evaluate(harness_model, tasks=names, limit=limit, task_manager=manager, bootstrap_iters=1000)
     except UsageError:

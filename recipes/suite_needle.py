@@ -30,7 +30,7 @@ def needle_sequence(
         UsageError: the length leaves no room for text.
     """
     cue = np.asarray(text.tokenizer(CUE, add_special_tokens=False)["input_ids"], np.int64)
-    room = length - 2 * (len(cue) + KEY_TOKENS)
+    room = length - len(text.opening) - 2 * (len(cue) + KEY_TOKENS)
     if not len(cue) or room < _LEAST_FILLER:
         raise UsageError(
             f"lengths: {length} tokens hold no needle; give at least {length - room + _LEAST_FILLER} to this suite"
@@ -39,7 +39,7 @@ def needle_sequence(
     generator = generator_for(seed, length, round(depth * 1000), number)
     key = text.rare_tokens(KEY_TOKENS, filler, generator)
     place = round(depth * room)
-    return np.concatenate([filler[:place], cue, key, filler[place:], cue, key]), key
+    return np.concatenate([text.opening, filler[:place], cue, key, filler[place:], cue, key]), key
 
 
 def run(subject: Subject, text: EvalText, options: EvalOptions) -> SuiteResult:

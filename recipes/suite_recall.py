@@ -23,7 +23,7 @@ from .suites import EvalOptions, EvalText, Measurement, Subject, SuiteResult, ge
 def recall_sequence(
     text: EvalText, pairs: int, distance: int, number: int, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A sequence of 4 pairs + distance tokens.
+    """A sequence of 4 pairs + distance tokens, after what the tokenizer puts at the start of a text.
 
     Returns:
         The token ids, the values [pairs] in the order asked, and the positions [pairs] after which they are due.
@@ -32,8 +32,8 @@ def recall_sequence(
     filler = text.filler(distance, number)
     drawn = text.rare_tokens(2 * pairs, filler, generator).reshape(pairs, 2)
     asked = drawn[generator.permutation(pairs)]
-    ids = np.concatenate([drawn.ravel(), filler, asked.ravel()])
-    return ids, asked[:, 1], 2 * pairs + distance + 2 * np.arange(pairs)
+    ids = np.concatenate([text.opening, drawn.ravel(), filler, asked.ravel()])
+    return ids, asked[:, 1], len(text.opening) + 2 * pairs + distance + 2 * np.arange(pairs)
 
 
 def run(subject: Subject, text: EvalText, options: EvalOptions) -> SuiteResult:

@@ -20,7 +20,7 @@ import torch
 
 from ..base.console import counted
 from ..base.errors import DataError, EvaluationError, UsageError
-from ..base.text import token_windows
+from ..base.text import opening_ids, token_windows
 from .streaming import stream_losses
 
 SUITES = {
@@ -165,6 +165,11 @@ class EvalText:
             vocab_size=self.vocab_size,
             spread=spread,
         )[0]
+
+    @cached_property
+    def opening(self) -> np.ndarray:
+        """What the tokenizer puts at the start of a text; a probe starts so, too."""
+        return np.asarray(opening_ids(self.tokenizer), np.int64)
 
     @cached_property
     def stream(self) -> np.ndarray:

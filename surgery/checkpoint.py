@@ -22,7 +22,6 @@ from .lazy import open_weights
 from .sources import (
     Source,
     card_metadata,
-    indexed_tensors,
     license_names,
     read_foreign_json,
     resolve,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +21,12 @@ from ..base.files import flushing, output_folder, refuse_existing, refuse_to_del
 from ..base.schemas import write_model
 from .card import CardFacts, kept_readme, license_terms, render_card
 from .forgetting import measure, static_forgetting
-from .model_folder import output_config, output_specs, write_surroundings, write_tokenizer, write_weights
+from .model_folder import output_config, output_specs, write_surroundings, write_weights
 from .plan import DEFAULT_LAYERS, Plan, make_plan, read_plan, write_plan
 from .profile import Profile, read_profile, write_profile
 from .report import ConversionReport, build_report, dtype_name
 from .sources import card_metadata
+from .tokenizer import with_tokenizer
 from .verify import Verification, choose_mode
 from .verify import verify as verify_folder
 from .writer import TensorSpec
@@ -107,10 +108,12 @@ def convert(
     # A plan or profile of the old output itself is written there again.
     kept = [one for one in (plan, profile) if isinstance(one, str | Path) and Path(one).name not in _WRITTEN_AGAIN]
     refuse_to_delete(out, checkpoint.path, measuring.data, measuring.tokenizer, *kept)
+    checkpoint = with_tokenizer(checkpoint, measuring.tokenizer, token=token)
+    measuring = replace(measuring, tokenizer=None)  # it is the checkpoint's own from here on
     mode = choose_mode(checkpoint, verify)
     plan, profile = _settle(checkpoint, plan, profile, layers, plan_options, measuring)
     stored = DTYPES[dtype] if dtype else checkpoint.dtype
-    return _write(checkpoint, Path(out), plan, profile, stored, mode, force, measuring)
+    return _write(checkpoint, Path(out), plan, profile, stored, mode, force)
 
 
 def _settle(
@@ -170,7 +173,6 @@ def _write(
     dtype: torch.dtype,
     mode: str,
     force: bool,
-    measuring: MeasureOptions,
 ) -> ConversionReport:
     config = output_config(checkpoint, plan)
     specs = output_specs(config, dtype)
@@ -188,9 +190,7 @@ def _write(
             write_surroundings(checkpoint, folder, config, dtype)
             write_plan(plan, folder / PLAN_FILE)
             write_profile(profile, folder / PROFILE_FILE)
-            verification = _verified(checkpoint, folder, plan, mode, dtype, measuring)
-            if not checkpoint.tokenizer_files and measuring.tokenizer is not None:
-                write_tokenizer(measuring.tokenizer, folder)
+            verification = _verified(checkpoint, folder, plan, mode, dtype)
             report = build_report(
                 checkpoint,
                 plan,
@@ -216,12 +216,10 @@ def _draw_and_import(profile: Profile, picture: Path, chosen: Sequence[int]) -> 
     plot_profile(profile, picture, chosen=chosen)
 
 
-def _verified(
-    checkpoint: Checkpoint, folder: Path, plan: Plan, mode: str, dtype: torch.dtype, measuring: MeasureOptions
-) -> Verification:
+def _verified(checkpoint: Checkpoint, folder: Path, plan: Plan, mode: str, dtype: torch.dtype) -> Verification:
     """Verifies; a folder that cannot even be read back is a failed verification too."""
     try:
-        return verify_folder(checkpoint, folder, plan, mode=mode, dtype=dtype, tokenizer=measuring.tokenizer)
+        return verify_folder(checkpoint, folder, plan, mode=mode, dtype=dtype)
     except VerificationError:
         raise
     except (ValueError, RuntimeError, KeyError, OSError) as error:

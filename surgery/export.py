@@ -19,6 +19,7 @@ from .keymap import EMBEDDING, HEAD
 from .model_folder import FP32_NAMES, copy_companions, output_specs, write_surroundings
 from .report import dtype_name
 from .sources import card_metadata
+from .tokenizer import with_tokenizer
 from .writer import TensorSpec, write_tensors
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ def export(
         raise UsageError(f"--layout {layout}: there is no such layout to write; choose one of {', '.join(WRITERS)}")
     refuse_existing(out, force=force)
     checkpoint = src if isinstance(src, Checkpoint) else open_checkpoint(src, revision=revision, token=token)
+    checkpoint = with_tokenizer(checkpoint)
     refuse_to_delete(out, checkpoint.path)
     swapped = checkpoint.palimpsa_layers
     if swapped and layout == "mamba_ssm" and not off:
@@ -98,8 +100,6 @@ def _write_mamba_ssm(
     if checkpoint.license:
         terms = license_terms(card_metadata(checkpoint.path))
         write_text(folder / "README.md", front_matter({"license": checkpoint.license, **terms}) + f"\n\n# {name}\n")
-    if checkpoint.generation_config is not None:
-        write_json(folder / "generation_config.json", checkpoint.generation_config)
 
 
 def _write_palimpsa(

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from ..base.console import progress
 from ..base.errors import CheckpointError
-from ..base.text import load_tokenizer, token_windows
+from ..base.text import token_windows
 from .calibration import CalibrationSums
 from .profile import LayerProfile, Profile, rounded
+from .tokenizer import open_tokenizer
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
@@ -179,21 +180,6 @@ def _hook(mixer: nn.Module, sums: ForgettingSums, real: Tensor) -> Any:
     return watch
 
 
-def source_tokenizer(checkpoint: Checkpoint, tokenizer: str | Path | None = None) -> Any:
-    """The checkpoint's tokenizer, or the one that was named.
-
-    Raises:
-        CheckpointError: the folder has no tokenizer's files; transformers would make an empty one up from the
-            model's type.
-    """
-    if tokenizer is None and not checkpoint.tokenizer_files:
-        raise CheckpointError(
-            f"{checkpoint.source_id}: has no tokenizer; give one with --tokenizer, a folder or a Hub id "
-            f"(the state-spaces models use EleutherAI/gpt-neox-20b)"
-        )
-    return load_tokenizer(tokenizer or checkpoint.path)
-
-
 def measure(
     src: str | Path | Checkpoint,
     *,
@@ -221,7 +207,7 @@ def measure(
         static: no text, `static_forgetting` instead.
         calibrate: also collect what the calibrated start needs; a quarter of the time.
         device: where the model runs; fp32 whatever the checkpoint's dtype.
-        tokenizer: folder or Hub id, when the checkpoint has none.
+        tokenizer: folder or Hub id; by default the checkpoint's own.
         revision: of a Hub id.
         token: for a private Hub id.
 
@@ -236,7 +222,7 @@ def measure(
         return static_forgetting(checkpoint)
     windows, about = token_windows(
         data,
-        source_tokenizer(checkpoint, tokenizer),
+        open_tokenizer(checkpoint, tokenizer, token=token),
         tokens=tokens,
         seq_len=seq_len,
         seed=seed,

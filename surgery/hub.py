@@ -88,7 +88,7 @@ def push_to_folder(
     with output_folder(target, force=force) as folder:
         upload = prepare_upload(model, folder, repo_id, evaluation=evaluation, base=base)
         for name, path in upload.files.items():
-            if path.parent != folder:
+            if folder not in path.parents:
                 _link_or_copy(path, folder / name)
     for note in upload.notes:
         logger.info("%s", note)

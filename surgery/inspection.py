@@ -11,6 +11,7 @@ from ..base.console import counted, human_count
 from .card import license_text
 from .checkpoint import Checkpoint
 from .forgetting import static_forgetting
+from .sources import tokenizer_file_name
 
 SCHEMA_VERSION = 1
 _GEOMETRY = (
@@ -153,7 +154,7 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
         dtypes=dict(dtypes.most_common()),
         tied=config["tie_word_embeddings"],
         files=tuple(sorted({entry.file for entry in entries})),
-        tokenizer_files=tuple(path.name for path in checkpoint.tokenizer_files),
+        tokenizer_files=tuple(map(tokenizer_file_name, checkpoint.tokenizer_files)),
         fingerprint=checkpoint.fingerprint,
         license=checkpoint.license,
         base_model=checkpoint.base_model,

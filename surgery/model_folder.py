@@ -16,13 +16,13 @@ from torch import Tensor
 from ..base.console import progress
 from ..base.errors import CheckpointError
 from ..base.files import write_json
-from ..base.text import load_tokenizer
 from .initialization import STARTS, Start, StartContext
 from .keymap import METAPLASTIC_NAMES, expected_shapes
 from .plan import SHARED_KEYS, Plan
 from .profile import Profile
 from .report import dtype_name
-from .sources import license_files
+from .sources import license_files, tokenizer_file_name, tokenizer_files
+from .tokenizer import load_tokenizer
 from .writer import StreamingSafetensorsWriter, TensorSpec, cast
 
 if TYPE_CHECKING:
@@ -108,26 +108,34 @@ def write_surroundings(checkpoint: Checkpoint, folder: Path, config: dict[str, A
     model_config.save_pretrained(folder)
     bundle_remote_code(folder)
     copy_companions(checkpoint, folder)
-    if checkpoint.generation_config is not None:
-        write_json(folder / "generation_config.json", _without_paths(checkpoint.generation_config))
-    else:
+    if checkpoint.generation_config is None:
         GenerationConfig.from_model_config(model_config).save_pretrained(folder)
 
 
 def copy_companions(checkpoint: Checkpoint, folder: Path) -> None:
-    """The source's tokenizer and the texts of its licence."""
-    for path in checkpoint.tokenizer_files:
-        copy_without_paths(path, folder / path.name)
+    """The tokenizer, the texts of the licence, and the generation config if there is one."""
+    copy_tokenizer(checkpoint, folder)
+    if checkpoint.generation_config is not None:
+        write_json(folder / "generation_config.json", _without_paths(checkpoint.generation_config))
     for path in license_files(checkpoint.path):
         shutil.copyfile(path, folder / path.name)
 
 
-def write_tokenizer(source: str | Path, folder: Path) -> None:
-    """The tokenizer that was named for a source without one: the stages after this one need it too."""
+def copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
+    """The tokenizer's files, chat templates included.
+
+    Without its settings transformers reads a tokenizer by the type of the model beside it, which may be another now;
+    so they are written.
+    """
+    files = checkpoint.tokenizer_files
+    if not files or any(path.name == "tokenizer_config.json" for path in files):
+        for path in files:
+            copy_without_paths(path, folder / tokenizer_file_name(path))
+        return
     with tempfile.TemporaryDirectory(prefix="palimpsa-tokenizer-") as temporary:
-        load_tokenizer(source).save_pretrained(temporary)
-        for path in Path(temporary).iterdir():
-            copy_without_paths(path, folder / path.name)
+        load_tokenizer(files[0].parent).save_pretrained(temporary)
+        for path in tokenizer_files(Path(temporary)):
+            copy_without_paths(path, folder / tokenizer_file_name(path))
 
 
 def copy_without_paths(source: Path, target: Path) -> None:
@@ -136,6 +144,7 @@ def copy_without_paths(source: Path, target: Path) -> None:
     Raises:
         CheckpointError: a JSON that is none.
     """
+    target.parent.mkdir(exist_ok=True)
     if source.suffix == ".json" and source.stat().st_size < 2**20:
         try:
             content = json.loads(source.read_text(encoding="utf-8-sig"))

@@ -38,14 +38,17 @@ WEIGHT_CHOICES = (
     "consolidated*.safetensors",
     "consolidated*.pth",
 )
+_TEMPLATES = "additional_chat_templates"
 TOKENIZER_PATTERNS = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.*",
     "merges.txt",
-    "spiece.model",
+    "*.model",
+    "*.tiktoken",
     "chat_template.*",
+    f"{_TEMPLATES}/*.jinja",
     "tekken.json",
 )
 LICENSE_PATTERNS = ("LICEN[SC]E*", "licen[sc]e*", "NOTICE*", "notice*")
@@ -75,27 +78,29 @@ class Source:
     hub: bool
 
 
-def resolve(src: str | Path, *, revision: str | None = None, token: str | None = None) -> Source:
+def resolve(src: str | Path, *, revision: str | None = None, token: str | None = None, weights: bool = True) -> Source:
     """Finds the folder of `src`, fetching from the Hub what an id needs and nothing more.
 
     Args:
         src: a folder, a Hub id (`owner/name`), or `EMBEDDED_CHECKPOINT`. An existing folder wins over an id.
         revision: branch, tag or commit of a Hub id.
         token: the Hub token; by default the one huggingface_hub has stored.
+        weights: whether they are wanted; a tokenizer needs none.
 
     Raises:
         CheckpointError: nothing is there, or `src` is a file.
         UsageError: an empty name.
     """
-    path = embedded_checkpoint_path() if str(src) == EMBEDDED_CHECKPOINT else named_path(src, "checkpoint").expanduser()
+    what = "checkpoint" if weights else "tokenizer"
+    path = embedded_checkpoint_path() if str(src) == EMBEDDED_CHECKPOINT else named_path(src, what)
     if path.is_dir():
         _refuse_broken_links(path)
         return Source(path, path.resolve().name, hub=False)
     if path.exists():
         raise CheckpointError(f"{src}: is a file, expected the folder that holds it; give {path.parent}")
     if not _HUB_ID.fullmatch(str(src)):
-        raise CheckpointError(f"{src}: no such folder; give a checkpoint's folder or a Hub id (owner/name)")
-    folder = _download(str(src), revision, token)
+        raise CheckpointError(f"{src}: no such folder; give a {what}'s folder or a Hub id (owner/name)")
+    folder = _download(str(src), revision, token, weights)
     _refuse_broken_links(folder)
     return Source(folder, str(src), hub=True)
 
@@ -164,9 +169,19 @@ def weight_map(folder: Path) -> dict[str, str]:
 
 
 def tokenizer_files(folder: Path) -> tuple[Path, ...]:
-    """The files a tokenizer is loaded from, by their usual names."""
-    files = (path for path in folder.iterdir() if path.is_file())
-    return tuple(sorted(path for path in files if any(fnmatch(path.name, p) for p in TOKENIZER_PATTERNS)))
+    """The files a tokenizer is loaded from, by their usual names, further chat templates in a folder of theirs last."""
+    paths = (*sorted(folder.iterdir()), *sorted(folder.glob(f"{_TEMPLATES}/*.jinja")))
+    return tuple(path for path in paths if path.is_file() and is_of_tokenizer(tokenizer_file_name(path)))
+
+
+def is_of_tokenizer(name: str) -> bool:
+    """Whether a tokenizer is loaded from a file of this name, relative to the model folder."""
+    return any(fnmatch(name, pattern) for pattern in TOKENIZER_PATTERNS)
+
+
+def tokenizer_file_name(path: Path) -> str:
+    """The name of a file of `tokenizer_files` relative to the model folder."""
+    return f"{_TEMPLATES}/{path.name}" if path.parent.name == _TEMPLATES else path.name
 
 
 def files_read(src: str | Path | None) -> list[Path]:
@@ -298,7 +313,7 @@ def _no_weights(folder: Path, names: set[str]) -> str:
     return f"{folder}: holds no weights, expected model.safetensors, pytorch_model.bin or their shards"
 
 
-def _download(repo: str, revision: str | None, token: str | None) -> Path:
+def _download(repo: str, revision: str | None, token: str | None, weights: bool) -> Path:
     """Fetches config, card, tokenizer and the one chosen form of the weights; the cached files when offline."""
     import httpx
     from huggingface_hub import HfApi, snapshot_download
@@ -310,7 +325,7 @@ def _download(repo: str, revision: str | None, token: str | None) -> Path:
         patterns: list[str] | None = None
         try:
             names = HfApi(token=token).list_repo_files(repo, revision=revision)
-            patterns = _patterns(repo, names)
+            patterns = _patterns(repo, names) if weights else [*SIDE_FILES]
         except (hub.OfflineModeIsEnabled, httpx.TransportError, ConnectionError) as error:
             logger.info("%s: the Hub cannot be reached (%s), using the files in the cache", repo, type(error).__name__)
         folder = snapshot_download(
@@ -327,6 +342,9 @@ def _download(repo: str, revision: str | None, token: str | None) -> Path:
             f"{repo}: neither a folder here nor a model on the Hub that you may read; check the spelling, or log in"
         ) from error
     except (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled) as error:
+        there = getattr(error, "snapshot_path", None)  # newer clients refuse what was fetched in part, as above
+        if there is not None and patterns is None:
+            return Path(there)
         raise CheckpointError(
             f"{repo}{at}: no such folder here, not in the Hub cache, and the Hub cannot be reached; "
             "check the spelling, or download it while online"

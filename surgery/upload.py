@@ -31,7 +31,16 @@ from .model_folder import copy_without_paths
 from .plan import read_plan
 from .profile import read_profile
 from .report import ConversionReport, dtype_name
-from .sources import TOKENIZER_PATTERNS, card_metadata, license_files, weight_files
+from .sources import (
+    TOKENIZER_PATTERNS,
+    card_metadata,
+    is_of_tokenizer,
+    license_files,
+    tokenizer_file_name,
+    tokenizer_files,
+    weight_files,
+)
+from .tokenizer import refuse_code
 from .writer import INDEX_FILE
 
 MODEL, ADAPTER = "model", "adapter"
@@ -100,7 +109,7 @@ def prepare_upload(
     if evaluation is not None and not report.is_file():
         raise UsageError(f"--eval {report}: no such file; write it with palimpsa evaluate")
     own = kept_readme(folder)
-    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    names = sorted({path.name for path in _files(folder)} | {*map(tokenizer_file_name, tokenizer_files(folder))})
     weights = _weights(folder, kind)
     patterns = (*_BESIDE[kind], *(path.name for path in license_files(folder)))
     beside = [name for name in names if name not in weights and any(fnmatch(name, p) for p in patterns)]
@@ -111,10 +120,15 @@ def prepare_upload(
     card, identity, code = make(folder, staging, name, figures, base)
     write_text(staging / CARD, own or card)
     _refuse_private(staging, folder, code)
-    files = {path.name: path for path in sorted(staging.iterdir())} | {file: folder / file for file in weights}
+    files = {path.relative_to(staging).as_posix(): path for path in _files(staging, "**/*")}
+    files |= {file: folder / file for file in weights}
     left = [n for n in names if n not in files and not n.startswith(".")]
     notes = (f"not part of a model, so not uploaded: {', '.join(left)}",) if left else ()
     return Upload(kind, dict(sorted(files.items())), own is None, identity, notes)
+
+
+def _files(folder: Path, pattern: str = "*") -> list[Path]:
+    return sorted(path for path in folder.glob(pattern) if path.is_file())
 
 
 def _kind(folder: Path) -> str:
@@ -157,6 +171,7 @@ def _model_card(
         raise UsageError(
             f"{folder}: is in the layout {checkpoint.layout}; push takes a folder that convert, finetune or merge wrote"
         )
+    refuse_code(folder, str(folder))
     checkpoint.check_all()
     if figures is not None and not checkpoint.matches(figures.fingerprint):
         raise SchemaError(
@@ -296,7 +311,7 @@ def _refuse_private(staging: Path, folder: Path, code: frozenset[str]) -> None:
     """
     places = [path for path in (folder.resolve(), Path.home()) if len(path.parts) > 1]
     pattern = re.compile(rf"(?<![\w./:-])(?:{'|'.join(re.escape(str(place)) for place in places)})(?![\w-])")
-    for path in sorted(staging.iterdir()):
+    for path in _files(staging, "**/*"):
         if path.suffix in (".png", ".model") or path.name in code or path.stat().st_size > _LARGEST_TEXT:
             continue
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -304,7 +319,7 @@ def _refuse_private(staging: Path, folder: Path, code: frozenset[str]) -> None:
             raise CheckpointError(
                 f"{path.name}: holds what looks like a Hub token; remove it from the file and revoke it on the Hub"
             )
-        found = None if any(fnmatch(path.name, p) for p in TOKENIZER_PATTERNS) else pattern.search(text)
+        found = None if is_of_tokenizer(tokenizer_file_name(path)) else pattern.search(text)
         if found:
             raise CheckpointError(
                 f"{path.name}: holds a path of this machine ({found.group()}); remove it before a push"

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from ..base.console import progress
 from ..base.errors import PalimpsaError, UsageError, VerificationError
 from ..base.text import token_windows
-from .forgetting import source_tokenizer
 from .plan import SHARED_KEYS, Plan
+from .tokenizer import open_tokenizer
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
@@ -100,9 +100,7 @@ def _free_memory() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def verify(
-    checkpoint: Checkpoint, folder: Path, plan: Plan, *, mode: str, dtype: torch.dtype, tokenizer: str | None = None
-) -> Verification:
+def verify(checkpoint: Checkpoint, folder: Path, plan: Plan, *, mode: str, dtype: torch.dtype) -> Verification:
     """Compares the model written to `folder` with its source.
 
     Args:
@@ -111,7 +109,6 @@ def verify(
         plan: the surgery.
         mode: one of `MODES`.
         dtype: the weights were stored in.
-        tokenizer: of the source, when it has none of its own.
 
     Raises:
         VerificationError: a difference; the message says where and how large.
@@ -130,7 +127,7 @@ def verify(
             layers=layers,
             tensors=tensors,
         )
-    ids, text = _text(checkpoint, tokenizer)
+    ids, text = _text(checkpoint)
     off, on = verify_logits(checkpoint, folder, plan, ids, dtype=dtype)
     return Verification(mode, f"logits of {ids.shape[1]} tokens of {text}", off, on, tensors=tensors)
 
@@ -294,12 +291,12 @@ def _check(off: float, on: float, plan: Plan, what: str) -> None:
         raise VerificationError(f"{what}: not finite with the start {plan.init}; nothing was kept, lower the strength")
 
 
-def _text(checkpoint: Checkpoint, tokenizer: str | None) -> tuple[Tensor, str]:
+def _text(checkpoint: Checkpoint) -> tuple[Tensor, str]:
     """Token ids [1, T] of the embedded text, or seeded ids when there is no tokenizer."""
     vocabulary = checkpoint.config["vocab_size"]
     try:
-        loaded = source_tokenizer(checkpoint, tokenizer)
-        windows, about = token_windows(None, loaded, tokens=TOKENS, seq_len=TOKENS, vocab_size=vocabulary)
+        tokenizer = open_tokenizer(checkpoint)
+        windows, about = token_windows(None, tokenizer, tokens=TOKENS, seq_len=TOKENS, vocab_size=vocabulary)
         return torch.as_tensor(windows[0])[None], about["data"]
     except PalimpsaError as error:
         logger.info("comparing on random token ids: %s", error)

@@ -18,7 +18,7 @@ import torch
 from ... import __version__
 from ...base.files import write_json, write_text
 from ...base.schemas import write_model
-from ...base.text import data_name, iter_documents, load_tokenizer
+from ...base.text import data_name, iter_documents
 from ...modeling.metaplasticity import metaplasticity_off
 from ...surgery.checkpoint import Checkpoint, open_checkpoint
 from ...surgery.convert import convert
@@ -27,6 +27,7 @@ from ...surgery.forgetting import measure
 from ...surgery.loading import load_model
 from ...surgery.plan import Plan, make_plan
 from ...surgery.profile import Profile, read_profile, rounded, write_profile
+from ...surgery.tokenizer import open_tokenizer
 from ..config import Recipe, load_recipe
 from ..data import open_text
 from ..finetune import finetune
@@ -75,7 +76,7 @@ class Experiment:
 
     @cached_property
     def tokenizer(self) -> Any:
-        return load_tokenizer(self.checkpoint.path)
+        return open_tokenizer(self.checkpoint)
 
     @cached_property
     def train_tokens(self) -> int:

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import torch
-from palimpsa_surgery.base.text import load_tokenizer
 from palimpsa_surgery.recipes.checkpointing import Position, load_checkpoint
 from palimpsa_surgery.recipes.config import load_recipe
 from palimpsa_surgery.recipes.evaluate import evaluate_loss
@@ -19,6 +18,7 @@ from palimpsa_surgery.recipes.modes import prepare_mode
 from palimpsa_surgery.recipes.optim import make_optimizer
 from palimpsa_surgery.surgery.checkpoint import open_checkpoint
 from palimpsa_surgery.surgery.loading import load_model
+from palimpsa_surgery.surgery.tokenizer import load_tokenizer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor

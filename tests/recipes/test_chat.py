@@ -4,11 +4,12 @@ import json
 
 import pytest
 from palimpsa_surgery.base.errors import DataError, UsageError
-from palimpsa_surgery.base.text import embedded_checkpoint_path, load_tokenizer
+from palimpsa_surgery.base.text import embedded_checkpoint_path
 from palimpsa_surgery.recipes.chat import render_chat
 from palimpsa_surgery.recipes.conversations import Conversation
 from palimpsa_surgery.recipes.data import open_text
 from palimpsa_surgery.recipes.packing import IGNORED, TokenStream, split_documents
+from palimpsa_surgery.surgery.tokenizer import load_tokenizer
 
 HEAD = "{% for m in messages %}"
 PROMPT = "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
@@ -238,3 +239,22 @@ def test_a_tokenizer_that_begins_each_piece_with_a_space_is_not_cut(tokenizer):
     whole = tokenizer(tokenizer.apply_chat_template(TALK, tokenize=False), add_special_tokens=False)["input_ids"]
     assert ids[:-1] == whole
     assert tokenizer.decode([i for i, on in zip(ids, mask, strict=True) if on][:5]).strip().startswith("a line of")
+
+
+@pytest.mark.parametrize(("tools", "expected"), [(None, "plain"), ([SCHEMA], "with tools")])
+def test_of_several_templates_the_one_for_the_conversation_is_taken(tokenizer, tools, expected):
+    tokenizer.chat_template = {"default": f"plain {TEMPLATE}", "tool_use": f"with tools {TOOLS}"}
+    [(ids, _)] = render_chat(Conversation(TALK, tools=tools), tokenizer)
+    assert tokenizer.decode(ids).startswith(expected)
+
+
+def test_a_template_for_tools_that_leaves_them_out_is_refused(tokenizer):
+    tokenizer.chat_template = {"default": TEMPLATE, "tool_use": f"with tools {TEMPLATE}"}
+    with pytest.raises(DataError, match="leaves out the tools"):
+        render_chat(Conversation(TALK, tools=[SCHEMA]), tokenizer)
+
+
+def test_several_templates_of_which_none_is_the_default_are_refused(tokenizer):
+    tokenizer.chat_template = {"rag": TEMPLATE, "tool_use": TEMPLATE}
+    with pytest.raises(UsageError, match="has the chat templates rag, tool_use, none of them named default"):
+        render_chat(Conversation(TALK), tokenizer)

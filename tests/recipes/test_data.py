@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from palimpsa_surgery.base import text as text_module
 from palimpsa_surgery.base.errors import DataError, OutputError
-from palimpsa_surgery.base.text import EMBEDDED_TEXT, embedded_checkpoint_path, load_tokenizer
+from palimpsa_surgery.base.text import EMBEDDED_TEXT, embedded_checkpoint_path
 from palimpsa_surgery.recipes import data
 from palimpsa_surgery.recipes.data import cache_folder, open_text, tokenizer_key
+from palimpsa_surgery.surgery.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ def test_a_plain_source_keeps_its_licence_in_a_card_of_ours(tmp_path, write):
 
 def test_a_converted_source_hands_on_what_it_has(tmp_path):
     pico.write_hf(tmp_path / "source", swapped=(1,), config={"time_step_limit": [0.0, None]})
-    for name, text in {"README.md": "mine", "plan.yaml": "plan", "tokenizer.json": "{}"}.items():
+    for name, text in {"README.md": "mine", "plan.yaml": "plan", "tokenizer_config.json": "{}"}.items():
         (tmp_path / "source" / name).write_text(text)
     checkpoint = open_checkpoint(tmp_path / "source")
     save_tensors(checkpoint, tmp_path / "final", checkpoint.load, "source")

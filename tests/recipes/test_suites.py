@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 from palimpsa_surgery.base.errors import CheckpointError, DataError, EvaluationError, UsageError
-from palimpsa_surgery.base.text import embedded_checkpoint_path, load_tokenizer, token_windows
+from palimpsa_surgery.base.text import embedded_checkpoint_path, token_windows
 from palimpsa_surgery.modeling.importance import record_importance
 from palimpsa_surgery.recipes import suite_importance, suite_loss, suite_positions, suite_speed
 from palimpsa_surgery.recipes.evaluate import evaluate_loss
 from palimpsa_surgery.recipes.suites import SUITES, EvalOptions, EvalText, Subject, suite_module
+from palimpsa_surgery.surgery.tokenizer import load_tokenizer
 
 from .conftest import make_model
 

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 from palimpsa_surgery.base.errors import UsageError
-from palimpsa_surgery.base.text import embedded_checkpoint_path, load_tokenizer
+from palimpsa_surgery.base.text import embedded_checkpoint_path
 from palimpsa_surgery.recipes import suite_needle, suite_recall
 from palimpsa_surgery.recipes.suites import EvalOptions, EvalText, Subject
+from palimpsa_surgery.surgery.tokenizer import load_tokenizer
 
 from .probes import Guesser, Oracle
 

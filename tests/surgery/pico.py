@@ -242,3 +242,15 @@ def _write_config(path: Path, content: dict[str, Any], changes: dict[str, Any] |
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {**content, **(changes or {})}
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}, indent=2))
+
+
+def with_first_token(content: dict[str, Any]) -> None:
+    """Changes the content of a tokenizer.json: it puts its end-of-text token, id 0, at the start of a text, too."""
+    first = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+    words = [{"Sequence": {"id": name, "type_id": number}} for number, name in enumerate("AB")]
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [first, words[0]],
+        "pair": [first, *words],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+    }

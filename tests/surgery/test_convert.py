@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 import torch
 from palimpsa_surgery.base.errors import CheckpointError, OutputExistsError, SchemaError, UsageError, VerificationError
 from palimpsa_surgery.base.files import load_json
-from palimpsa_surgery.base.text import embedded_checkpoint_path, load_tokenizer
+from palimpsa_surgery.base.text import embedded_checkpoint_path
 from palimpsa_surgery.modeling import metaplasticity_off
 from palimpsa_surgery.surgery.checkpoint import open_checkpoint
 from palimpsa_surgery.surgery.convert import MeasureOptions, convert
@@ -22,6 +23,7 @@ from palimpsa_surgery.surgery.model_folder import FP32_NAMES
 from palimpsa_surgery.surgery.plan import make_plan, read_plan, write_plan
 from palimpsa_surgery.surgery.profile import read_profile, write_profile
 from palimpsa_surgery.surgery.report import ConversionReport, TensorAccounts
+from palimpsa_surgery.surgery.tokenizer import load_tokenizer
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]])
 
@@ -113,12 +115,15 @@ def test_the_folder_holds_what_the_design_says(tmp_path):
 def test_no_path_of_this_machine_is_in_any_file(tmp_path):
     source = tmp_path / "home-of-somebody" / "source"
     pico.write_hf(source, config={"_name_or_path": str(source)})
-    (source / "tokenizer_config.json").write_text(json.dumps({"name_or_path": str(source), "eos_token": "</s>"}))
+    shutil.copyfile(embedded_checkpoint_path() / "tokenizer.json", source / "tokenizer.json")
+    settings = {"name_or_path": str(source), "eos_token": "<|endoftext|>"}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
     (source / "generation_config.json").write_text(json.dumps({"cache_dir": str(source), "eos_token_id": 0}))
     convert(source, tmp_path / "out", layers=(0,))
     for path in (tmp_path / "out").iterdir():
         assert b"home-of-somebody" not in path.read_bytes(), path.name
-    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text()) == {"eos_token": "</s>"}
+    written = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert written == {"eos_token": "<|endoftext|>"}
 
 
 def test_every_tensor_is_in_one_of_four_lists_that_add_up(tmp_path):
@@ -398,6 +403,7 @@ def test_a_folder_that_cannot_be_read_back_is_a_failed_verification(tmp_path, mo
 KILLED = """
 import sys, time
 from palimpsa_surgery.surgery import convert as module
+from palimpsa_surgery.surgery.tokenizer import load_tokenizer
 def hang(*args, **kwargs):
     print("written", flush=True)
     time.sleep(60)

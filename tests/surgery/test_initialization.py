@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from palimpsa_surgery.base.errors import UsageError
-from palimpsa_surgery.base.text import embedded_checkpoint_path, load_tokenizer, token_windows
+from palimpsa_surgery.base.text import embedded_checkpoint_path, token_windows
 from palimpsa_surgery.modeling.metaplasticity import Metaplasticity
 from palimpsa_surgery.surgery.checkpoint import open_checkpoint
 from palimpsa_surgery.surgery.convert import convert
@@ -13,6 +13,7 @@ from palimpsa_surgery.surgery.forgetting import measure
 from palimpsa_surgery.surgery.initialization import IDENTITY_SCALE, STARTS, StartContext, scale_parameter
 from palimpsa_surgery.surgery.loading import load_model
 from palimpsa_surgery.surgery.profile import LayerCalibration
+from palimpsa_surgery.surgery.tokenizer import load_tokenizer
 
 HEADS, RANK, WIDTH, GROUPS = 4, 6, 24, 8
 
