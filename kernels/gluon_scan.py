@@ -6,6 +6,7 @@ from torch.autograd.function import once_differentiable
 
 from . import gluon_backward, gluon_forward, triton_backward, triton_forward, triton_scan, triton_states
 from .api import ScanShape
+from .kept import kept
 from .triton_blocks import make_blocks
 from .triton_scan import flat_tokens, last_gradients, on_device_of, run_scan, shaped_gradients
 
@@ -57,6 +58,12 @@ class FastScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, beta, log_decay, prior, M0, J0, cu_seqlens, chunk_size, variance):
+        ctx.save_for_backward(q, k, v, beta, log_decay, prior, M0, J0, cu_seqlens)
+        ctx.set_materialize_grads(False)
+        return kept(lambda: FastScan._run(q, k, v, beta, log_decay, prior, M0, J0, cu_seqlens, chunk_size))
+
+    @staticmethod
+    def _run(q, k, v, beta, log_decay, prior, M0, J0, cu_seqlens, chunk_size):
         batch, length, H, P = v.shape
         flat = [flat_tokens(x) for x in (q, k, v, beta, log_decay)]
         prior = prior.contiguous()
@@ -70,8 +77,6 @@ class FastScan(torch.autograd.Function):
             triton_states.block_states(*flat[1:], blocks, initial, starts)
             steep = gluon_forward.forward(*flat, prior, starts, blocks, out)
             triton_forward.forward(*flat, prior, starts, blocks, out, None, None, only=steep)
-        ctx.save_for_backward(q, k, v, beta, log_decay, prior, M0, J0, cu_seqlens)
-        ctx.set_materialize_grads(False)
         return out.view(v.shape), *(x[blocks.count :].clone() for x in starts), None
 
     @staticmethod

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from . import triton_backward, triton_forward, triton_states, triton_step
 from .api import ScanOutput, ScanShape, ScanState
+from .kept import kept
 from .triton_blocks import make_blocks
 from .triton_shared import SharedScan
 
@@ -110,6 +111,15 @@ class PlainScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, beta, log_decay, prior, M0, J0, cu_seqlens, chunk_size, variance):
+        ctx.save_for_backward(q, k, v, beta, log_decay, prior, M0, J0, cu_seqlens)
+        ctx.set_materialize_grads(False)
+        found = kept(lambda: PlainScan._run(q, k, v, beta, log_decay, prior, M0, J0, cu_seqlens, chunk_size, variance))
+        if variance:
+            ctx.mark_non_differentiable(found[3])
+        return found
+
+    @staticmethod
+    def _run(q, k, v, beta, log_decay, prior, M0, J0, cu_seqlens, chunk_size, variance):
         batch, length, H, P = v.shape
         N = k.shape[3]
         flat = [flat_tokens(x) for x in (q, k, v, beta, log_decay)]
@@ -128,12 +138,7 @@ class PlainScan(torch.autograd.Function):
                 )
                 triton_states.block_states(*flat[1:], blocks, initial, starts)
             triton_forward.forward(*flat, prior, starts, blocks, out, var, final)
-        ctx.save_for_backward(q, k, v, beta, log_decay, prior, M0, J0, cu_seqlens)
-        ctx.set_materialize_grads(False)
-        var = None if var is None else var.view(v.shape)
-        if var is not None:
-            ctx.mark_non_differentiable(var)
-        return out.view(v.shape), *final, var
+        return out.view(v.shape), *final, None if var is None else var.view(v.shape)
 
     @staticmethod
     @once_differentiable

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .kept import kept
 from .triton_backward import add_heads
 from .triton_blocks import Blocks, clear_first_tokens, make_blocks
 from .triton_states import block_states, dot_types, load_log_decay, power_of_two, reverse_states
@@ -256,6 +257,16 @@ class SharedScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, beta, log_decay, prior, M0, J0, batch, cu_seqlens, variance):
+        ctx.save_for_backward(q, k, v, beta, log_decay, prior, M0, J0, cu_seqlens)
+        ctx.batch = batch
+        ctx.set_materialize_grads(False)
+        found = kept(lambda: SharedScan._run(q, k, v, beta, log_decay, prior, M0, J0, batch, cu_seqlens, variance))
+        if variance:
+            ctx.mark_non_differentiable(found[3])
+        return found
+
+    @staticmethod
+    def _run(q, k, v, beta, log_decay, prior, M0, J0, batch, cu_seqlens, variance):
         n_tokens, H, P = v.shape
         G, N = k.shape[1:]
         S, BN, BV = _tiles(k, v)
@@ -268,11 +279,6 @@ class SharedScan(torch.autograd.Function):
         shared_forward_kernel[(blocks.count * H,)](
             q, k, v, beta, log_decay, prior, M, J, out, var, blocks.table, H, G, N, P, S, BN, BV, variance, dot, precision, num_warps=4
         )  # fmt: skip
-        ctx.save_for_backward(q, k, v, beta, log_decay, prior, M0, J0, cu_seqlens)
-        ctx.batch = batch
-        ctx.set_materialize_grads(False)
-        if var is not None:
-            ctx.mark_non_differentiable(var)
         return out, M[blocks.count :].clone(), J[blocks.count :].clone(), var
 
     @staticmethod

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from ..kernels.scaling import scale_rows
 from .geometry import MixerGeometry
 from .precision import KeepFp32Mixin, compute_dtype
 
@@ -74,9 +75,8 @@ class Metaplasticity(KeepFp32Mixin, nn.Module):
         heads, groups = self.geometry.num_heads, self.geometry.beta_groups
         if not self.plasticity_enabled:
             return step.new_zeros(*step.shape, groups), step.new_ones(heads)
-        gate = torch.sigmoid(self.beta_up(self.beta_down(hidden)).to(step.dtype))
-        gate = gate.view(*step.shape[:-1], heads, groups)
-        return gate * (self.scale() * step).unsqueeze(-1), self.prior()
+        gate = self.beta_up(self.beta_down(hidden)).view(*step.shape[:-1], heads, groups)
+        return scale_rows(gate, self.scale() * step, step.dtype, sigmoid=True), self.prior()
 
 
 @contextmanager

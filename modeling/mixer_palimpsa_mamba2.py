@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..kernels.api import ScanState, metaplastic_scan, metaplastic_step
 from ..kernels.conv import causal_conv, causal_conv_step
+from ..kernels.scaling import scale_rows
 from ..kernels.ssd import mamba2_scan, mamba2_step
 from .geometry import MixerGeometry
 from .layout import SequenceLayout, reorder
@@ -267,4 +268,4 @@ class PalimpsaMixer(Mamba2Mixer):
 
 def _value(x: Tensor, step: Tensor) -> Tensor:
     """v = d_t x: the product in fp32, in the type of `x`."""
-    return (x.to(step.dtype) * step.unsqueeze(-1)).to(x.dtype)
+    return scale_rows(x, step, x.dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
@@ -9,6 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..base.errors import CheckpointError, UsageError
+from ..kernels.kept import KeptOutputs
 from .configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 from .initial_values import initialize
 from .layout import SequenceLayout, sequence_layout
@@ -44,10 +47,24 @@ class PalimpsaMamba2Block(GradientCheckpointingLayer):
         mixer = PalimpsaMixer if layer_idx in config.palimpsa_layers else Mamba2Mixer
         self.mixer = mixer(config.mixer_geometry(), layer_idx)
 
-    def forward(self, hidden: Tensor, cache=None, layout: SequenceLayout | None = None) -> Tensor:
-        """hidden [B, T, D] to the same shape."""
+    def __call__(self, *args, **kwargs):
+        recomputed = self.training and self.gradient_checkpointing and torch.is_grad_enabled()
+        if recomputed and isinstance(self.mixer, PalimpsaMixer) and not torch.compiler.is_compiling():
+            # Checkpointing hands the same keyword arguments to both runs of `forward`.
+            kwargs["kept"] = KeptOutputs()
+        return super().__call__(*args, **kwargs)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        cache=None,
+        layout: SequenceLayout | None = None,
+        kept: KeptOutputs | None = None,
+    ) -> Tensor:
+        """hidden [B, T, D] to the same shape; `kept` saves a second run of the same block the scan."""
         residual = hidden.to(compute_dtype(hidden)) if self.residual_in_fp32 else hidden
-        return residual + self.mixer(self.norm(hidden), cache=cache, layout=layout)
+        with nullcontext() if kept is None else kept.use():
+            return residual + self.mixer(self.norm(hidden), cache=cache, layout=layout)
 
 
 class PalimpsaMamba2PreTrainedModel(PreTrainedModel):

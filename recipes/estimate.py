@@ -129,7 +129,10 @@ def _activations(config: Mapping[str, Any], recipe: Recipe, swapped: set[int]) -
     extra = 4 * config["num_heads"] * groups + element * inner
     layers = [source + (extra if layer in swapped else 0) for layer in range(config["num_hidden_layers"])]
     tokens = recipe.micro_batch_size * recipe.data.seq_len
-    a_token = 4 * width * len(layers) + max(layers) if recipe.gradient_checkpointing else sum(layers)
+    a_token = sum(layers)
+    if recipe.gradient_checkpointing:
+        # What enters a block, one block at work, and the outputs of scans, which do not run again.
+        a_token = 4 * width * len(layers) + max(layers) + element * inner * len(swapped)
     return tokens * a_token + 3 * CHUNK_BYTES
 
 

@@ -169,6 +169,9 @@ class TestNumbers:
         found = errors(run("gluon", inputs, none), run("reference", inputs, none, torch.float64))
         # Next to nothing passes a decay of 14 nats: its exact gradient is next to nothing, what is left is rounding.
         assert found.pop("log_decay") < 1.0
+        # Tiles that decay by 70 nats go to the plain kernel, which rounds decayed v and beta and k^2 to bf16. One token
+        # in three outweighs the others, so nothing averages: with the output's own, three roundings of 1.7e-3.
+        assert found.pop("output") < 3e-3
         assert not too_large(found), too_large(found)
 
     def test_two_halves_equal_the_whole(self):

@@ -385,5 +385,8 @@ def test_mamba_ssm_equals_the_torch_form(relative):
         y, state = mamba2_scan(*args, initial_state=x["state"], backend=backend)
         return y, state, *torch.autograd.grad(y.square().sum() + state.square().sum(), list(x.values()))
 
-    for a, b in zip(run("mamba_ssm"), run("torch"), strict=True):
-        assert relative(a, b) < 2e-3  # its matrix products are in TF32
+    # Its products take fp32 in TF32, cut off and not rounded: each operand loses 3.5e-4 on average, and losses that all
+    # point one way add up along a chain of products. Four operands reach the output, ten the gradients of its square.
+    limits = [2e-3] * 2 + [4e-3] * len(given)
+    for a, b, limit in zip(run("mamba_ssm"), run("torch"), limits, strict=True):
+        assert relative(a, b) < limit

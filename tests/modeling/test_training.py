@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 from palimpsa_surgery.base.errors import UsageError
-from palimpsa_surgery.modeling import metaplasticity_off
+from palimpsa_surgery.kernels.api import ScanOutput, ScanState, metaplastic_scan
+from palimpsa_surgery.kernels.kept import kept
+from palimpsa_surgery.modeling import metaplasticity_off, mixer_palimpsa_mamba2
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainingArguments
 
 
@@ -29,6 +31,50 @@ def test_gradient_checkpointing_changes_no_gradient_and_turns_the_cache_off(live
     assert model(ids, use_cache=True).cache is None
     with torch.no_grad():
         assert model(ids, use_cache=True).cache is not None, "generation from a model in training keeps its cache"
+
+
+class OnceScan(torch.autograd.Function):
+    """A scan like those on GPUs: its backward needs its inputs only. Counts how often its forward runs."""
+
+    runs = 0
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        ctx.save_for_backward(*inputs)
+        return kept(lambda: OnceScan._run(*inputs))
+
+    @staticmethod
+    def _run(*inputs):
+        OnceScan.runs += 1
+        result = metaplastic_scan(*inputs)
+        return result.output, *result.state
+
+    @staticmethod
+    def backward(ctx, do, dM, dJ):
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+            result = metaplastic_scan(*leaves)
+            return torch.autograd.grad((result.output, *result.state), leaves, (do, dM, dJ))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_gradient_checkpointing_runs_a_scan_once(lively_model, ids, rel, reentrant, monkeypatch):
+    def scan(*inputs, backend, **nothing):
+        assert not any(x is not None for x in nothing.values())
+        return ScanOutput((found := OnceScan.apply(*inputs))[0], ScanState(*found[1:]), None)
+
+    monkeypatch.setattr(OnceScan, "runs", 0)
+    monkeypatch.setattr(mixer_palimpsa_mamba2, "metaplastic_scan", scan)
+    model = lively_model().train()
+    expected = gradients(model, input_ids=ids, labels=ids)
+    scans, OnceScan.runs = OnceScan.runs, 0
+    assert scans == len(model.config.palimpsa_layers)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    actual = gradients(model, input_ids=ids, labels=ids)
+    assert scans == OnceScan.runs
+    for name, gradient in expected.items():
+        assert rel(actual[name], gradient) < 1e-5, name
 
 
 def test_every_parameter_gets_a_gradient(lively_model, ids):
