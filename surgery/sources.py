@@ -284,8 +284,8 @@ def _indexed_files(folder: Path, index: str, names: set[str]) -> list[str]:
     for name in files:
         parts = PurePosixPath(name.replace("\\", "/")).parts
         if len(parts) != 1 or parts[0] in ("..", "/") or ":" in name:
-            raise CheckpointError(f"{index}: weight_map points to {name[:80]!r}, outside its folder; this is refused")
-    missing = [name[:80] for name in files if name not in names]  # a name may be longer than any system opens
+            raise CheckpointError(f"{index}: weight_map points to {name[:100]!r}, outside its folder; this is refused")
+    missing = [name[:100] for name in files if name not in names]  # a name may be longer than any system opens
     if missing:
         raise CheckpointError(
             f"{index}: of its {counted(len(files), 'file')} {len(missing)} cannot be found ({', '.join(missing[:5])}); "
