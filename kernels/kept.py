@@ -38,7 +38,7 @@ class KeptOutputs:
 
     def _of(self, run: Callable[[], tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
         place, self._next = self._next, self._next + 1
-        # What one has written over since is not the output any more.
+        # What a caller has written over since is not the output any more.
         if place < len(self._outputs) and _versions(self._outputs[place]) == self._versions[place]:
             return _aliases(self._outputs[place])
         found = run()

@@ -135,13 +135,14 @@ def test_probes_begin_as_the_tokenizer_begins_a_text(begins):
 def test_the_harness_begins_as_the_tokenizer_begins_a_text(begins, monkeypatch):
     asked = []
 
-    def model(**options):
-        asked.append(options["add_bos_token"])
-        raise ValueError("enough")
+    class Model:
+        def __init__(self, **options):
+            asked.append(options["add_bos_token"])
+            raise ValueError("enough")
 
     manager = SimpleNamespace(match_tasks=lambda names: names)
     monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace(simple_evaluate=None))
-    monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", SimpleNamespace(HFLM=model))
+    monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", SimpleNamespace(HFLM=Model))
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", SimpleNamespace(TaskManager=lambda **options: manager))
     for tokenizer in (begins, load_tokenizer(EMBEDDED)):
         with pytest.raises(ValueError, match=r"the harness stopped .*enough"):
