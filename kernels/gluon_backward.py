@@ -5,7 +5,7 @@ A block is cut into segments over which the log decays sum to at most a few nats
 the prior. Forwards once, keeping both states at every segment's end; then backwards, where a state is undone token by token,
 M_{t-1} = M_t - v_t k_t in the segment's scale. Undoing amplifies rounding by no more than the segment's decay and growth, and
 what a steep decay has erased starts a new segment, so nothing is ever divided by a decay that may underflow. Sums over
-channels and keys are finished through shared memory, two tokens a time.
+channels end on tensor cores, out of the registers they are in; sums over keys go through shared memory, two tokens a time.
 """
 
 import math
@@ -87,6 +87,118 @@ def segments_kernel(
     tl.store(cuts + base, n, mask=m)
 
 
+def _contraction(rows: int, columns: int) -> tuple[str, str]:
+    """PTX and constraints of `contract` for the rows (fastest) x columns of a thread: sums, then x, then w."""
+    n = rows * columns
+    body = ["{.reg .b32 a<4>, b<2>; .reg .f32 c<8>;"]
+    for half in range(rows // 2):  # rows lane / 4 and 8 more of a 16 x 8 left operand
+        c = [f"c{4 * half + j}" for j in range(4)]
+        body += [f"mov.f32 {x}, 0f00000000;" for x in c]
+        for column in range(0, columns, 2):  # its columns lane % 4 and 4 more
+            first = 2 * half + rows * column
+            body += [f"mov.b32 a{j}, ${n + first + at};" for j, at in enumerate((0, 1, rows, rows + 1))]
+            body += [f"mov.b32 b{j}, ${2 * n + rows * (column + j)};" for j in range(2)]
+            sums = "{" + ",".join(c) + "}"
+            body += [f"mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {sums}, {{a0,a1,a2,a3}}, {{b0,b1}}, {sums};"]
+    body += [f"mov.f32 ${r}, c{2 * (r % rows)};" for r in range(n)]
+    return "\n".join([*body, "}"]), ",".join(["=f"] * n + ["f"] * 2 * n)
+
+
+PTX_4_8, PTX_2_8, PTX_4_4 = (gl.constexpr(_contraction(*sizes)) for sizes in ((4, 8), (2, 8), (4, 4)))
+
+
+@gluon.jit
+def _first(a, b):
+    return a
+
+
+@gluon.jit
+def contract(x, w, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Sums of x w over a thread's columns and over the lanes lane % 4, on tensor cores: x and w in tf32, sums in fp32.
+
+    A thread's registers hold ROWS (fastest) x COLUMNS elements, and w does not depend on the row: x lies as the left operand
+    of m16n8k8 products does, whose right operand is w eight times. The sum of a row is left in every column and lane.
+    """
+    asm: gl.constexpr = PTX_2_8 if ROWS == 2 else PTX_4_8 if COLUMNS == 8 else PTX_4_4
+    return gl.inline_asm_elementwise(asm[0], asm[1], [x, w], dtype=gl.float32, is_pure=True, pack=ROWS * COLUMNS)
+
+
+@gluon.jit
+def over_channels(x, w):
+    """Sums over a program's channels: [4, N], rows equal, one for each of four lanes."""
+    return gl.reduce(gl.reshape(contract(x, w, 4, 8), [4, 8, x.shape[1]]), 1, _first)
+
+
+def _lane_sums() -> tuple[str, str]:
+    """PTX and constraints of `lane_sums`: the sums of a thread's 2 quantities (fastest) x 4 keys, these, where each goes."""
+    body = ["{.reg .b32 a<4>, b<2>; .reg .f32 z; mov.f32 z, 0f00000000;"]
+    for half in (0, 4):
+        body += [f"mov.b32 a{j}, ${8 + half + at};" for j, at in enumerate((0, 2, 1, 3))]
+        body += [f"mov.b32 b{j}, ${16 + j};" for j in range(2)]
+        out = "{" + ",".join(f"${half + j}" for j in range(4)) + "}"
+        body += [f"mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {out}, {{a0,a1,a2,a3}}, {{b0,b1}}, {{z,z,z,z}};"]
+    return "\n".join([*body, "}"]), ",".join(["=&f"] * 8 + ["f"] * 16)
+
+
+PTX_LANE_SUMS = gl.constexpr(_lane_sums())
+
+
+@gluon.jit
+def in_thread(x):
+    """Sums over a thread's channels: [4, N], a row for each of four lanes."""
+    return gl.sum(gl.reshape(x, [4, 8, x.shape[1]]), 1)
+
+
+@gluon.jit
+def lane_sums(x, y):
+    """Sums over the lanes lane % 4 of x and of y [4, N], rows equal, in tf32: both in one product.
+
+    Its left operand's columns are those of x, then those of y; its right operand sends x to even columns, y to odd ones,
+    and of the columns of a result each lane holds an even one and the odd one after it.
+    """
+    z = gl.join(x, y)
+    key = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, z.type.layout)))[None, :, None]
+    which = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, z.type.layout)))[None, None, :]
+    to = gl.where((key // 4 + which) % 2 == 0, 1.0, 0.0)
+    asm: gl.constexpr = PTX_LANE_SUMS
+    return gl.split(gl.inline_asm_elementwise(asm[0], asm[1], [z, to], dtype=gl.float32, is_pure=True, pack=8))
+
+
+@gluon.jit
+def over_keys(sums, over_k: gl.constexpr, PARTS: gl.constexpr):
+    """Sums over keys of what `token` left: [2, 32, 4] of dv and dbeta, equal in the last dim, one for each of four lanes."""
+    x = sums.load(over_k)
+    y = contract(x, gl.full([1, 1, 1], 1.0, gl.float32, over_k), 64 // PARTS, PARTS // 4)
+    y = gl.reshape(y, [2, x.shape[1], PARTS // 8, 4, 2])
+    return gl.reduce(gl.reduce(y, 4, _first), 2, _first)
+
+
+@gluon.jit
+def store_sums(pv, pb, y, use):
+    """dv and dbeta of a token (`over_keys`) to pv and pb where `use`."""
+    which = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, y.type.layout)))[:, None, None]
+    channel = gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, y.type.layout)))[None, :, None]
+    lane = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, y.type.layout)))[None, None, :]
+    to = which * 0 + channel + lane * 0
+    mask = (lane < gl.where(use, 1, 0)) & (to >= 0)
+    gl.store(pv + to, y.to(pv.dtype.element_ty), mask=mask & (which == 0))
+    gl.store(pb + to, y.to(pb.dtype.element_ty), mask=mask & (which == 1))
+
+
+@gluon.jit
+def scalar(row, t):
+    """Token t of a row of one number a token."""
+    return gl.sum(row.index(t).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+
+
+@gluon.jit
+def store_row(p, x, step, use):
+    """One of the four equal rows of x [4, n] to p, `step` elements apart, where `use`."""
+    lane = gl.arange(0, 4, layout=gl.SliceLayout(1, x.type.layout))[:, None]
+    to = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))[None, :] * step + lane * 0
+    gl.store(p + to, x.to(p.dtype.element_ty), mask=(lane < gl.where(use, 1, 0)) & (to >= 0))
+
+
 @gluon.jit
 def advance(first, last, M, J, k_row, v_row, b_row, lay: gl.constexpr, C: gl.constexpr):
     """Both scaled states over tokens first .. last of a segment; operands are loaded a token ahead."""
@@ -107,41 +219,31 @@ def advance(first, last, M, J, k_row, v_row, b_row, lay: gl.constexpr, C: gl.con
 
 
 @gluon.jit
-def token(k1, q1, v1, b1, d1, i1, M, J, dM, dJ, s_q, s_k, s_v, s_b, lay: gl.constexpr, by_warp: gl.constexpr,
-          N: gl.constexpr, PV: gl.constexpr, PK: gl.constexpr, LV: gl.constexpr, LK: gl.constexpr, NW: gl.constexpr):  # fmt: skip
-    """One token backwards; each thread's sums go to shared memory, the sum for s is returned a warp."""
-    BP: gl.constexpr = PV * LV
-    KP: gl.constexpr = LK * NW
-    part: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, PV, PK], [LV, 1, LK], [1, 1, NW], [2, 1, 0]))
+def token(k1, q1, v1, b1, d1, i1, M, J, dM, dJ, sums, NW: gl.constexpr):
+    """One token backwards: the states, dq and dk [4, N], s [4, NW], rows equal; a thread's dv and dbeta go to `sums`."""
+    BP: gl.constexpr = M.shape[0]
+    N: gl.constexpr = M.shape[1]
     k2 = k1 * k1
-    r = reciprocal(J + i1[:, None])
+    r = reciprocal(J + i1)
     F = M * r
-    R = q1[None, :] * r
-    X = d1[:, None] * R
-    dM = dM + X
-    XF = X * F
-    dJ = dJ - XF
-    s_q.store(gl.convert_layout(gl.sum(gl.reshape(d1[:, None] * F, [LV, PV, N]), 1), part))
-    dk1 = gl.convert_layout(gl.sum(gl.reshape(dM * v1[:, None], [LV, PV, N]), 1), part)
-    dk2 = gl.convert_layout(gl.sum(gl.reshape(dJ * b1[:, None], [LV, PV, N]), 1), part)
-    s_k.store(dk1 + dk2 * gl.convert_layout(k1 + k1, gl.SliceLayout(0, part))[None, :])
-    s_v.store(gl.sum(gl.reshape(dM * k1[None, :], [BP, KP, PK]), 2))
-    s_b.store(gl.sum(gl.reshape(dJ * k2[None, :], [BP, KP, PK]), 2))
-    mine = gl.reshape(gl.permute(gl.reshape(XF, [LV, PV, NW, LK, PK]), (0, 2, 3, 1, 4)), [LV, NW, LK, PV * PK])
-    s = gl.convert_layout(gl.sum(gl.sum(gl.sum(mine, 3), 2), 0), by_warp)
+    R = d1[:, None] * r
+    U = R * F
+    dM = dM + R * q1[None, :]
+    dJ = dJ - U * q1[None, :]
+    # Measured: a little faster than all four sums over channels as products, for two are taken within a thread first.
+    dq, s_key = lane_sums(in_thread(F * d1[:, None]), in_thread(U))
+    dk = over_channels(dM, v1[:, None])
+    dk2 = over_channels(dJ, b1[:, None])
+    by_key: gl.constexpr = gl.SliceLayout(0, dk.type.layout)
+    dk += dk2 * gl.convert_layout(k1 + k1, by_key)[None, :]
+    q_key = gl.convert_layout(q1, gl.SliceLayout(0, s_key.type.layout))
+    s = gl.sum(gl.reshape(s_key * q_key[None, :], [4, NW, N // NW]), 2)
+    dv = gl.sum(gl.reshape(dM * k1[None, :], [BP, N // 4, 4]), 2)
+    db = gl.sum(gl.reshape(dJ * k2[None, :], [BP, N // 4, 4]), 2)
+    sums.store(gl.permute(gl.join(dv, db), (2, 0, 1)))
     M = M - v1[:, None] * k1[None, :]
     J = J - b1[:, None] * k2[None, :]
-    return M, J, dM, dJ, s
-
-
-@gluon.jit
-def finish(e, s_q, s_k, s_v, s_b, over_v: gl.constexpr, over_k: gl.constexpr):
-    """dq, dk of a token over keys, dv, dbeta over channels, from what the threads left in shared memory."""
-    dq = gl.sum(s_q.load(over_v), 0)
-    dk = gl.sum(s_k.load(over_v), 0)
-    dv = gl.sum(s_v.load(over_k), 1) * e
-    db = gl.sum(s_b.load(over_k), 1) * e
-    return dq, dk, dv, db
+    return M, J, dM, dJ, dq, dk, s
 
 
 @gluon.jit(do_not_specialize=["n_tokens"])
@@ -149,44 +251,35 @@ def inside_loop_kernel(
     q, k, v, beta, do, within, entry, cuts, prior, M0, J0, dM_out, dJ_out, dq, dk, dv, db, s_out, table, scratch, total, head0, heads, n_tokens,
     H: gl.constexpr, G: gl.constexpr, N: gl.constexpr, P: gl.constexpr, C: gl.constexpr, NW: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    # A thread owns 4 channels and 8 keys, a program 32 channels and all keys.
-    PV: gl.constexpr = 4
-    PK: gl.constexpr = 8
-    LV: gl.constexpr = 8
-    LK: gl.constexpr = 4
-    BP: gl.constexpr = PV * LV
+    # A thread owns 8 channels and 4 keys, a warp 32 channels and 32 keys, a program 32 channels and all keys.
+    BP: gl.constexpr = 32
     NVB: gl.constexpr = P // BP
-    KP: gl.constexpr = LK * NW
-    RT: gl.constexpr = NW * 32 // BP  # threads that share a channel in the sums over keys
-    lay: gl.constexpr = gl.BlockedLayout([PV, PK], [LV, LK], [1, NW], [1, 0])
+    PARTS: gl.constexpr = N // 4
+    # Lanes lie as in the left operand of `contract`: the channels of lane % 4, the keys of lane / 4.
+    lay: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0], [0, 4], [0, 8], [0, 16]], [[0, 32], [0, 64]][: NW // 2], [], [BP, N]
+    )  # fmt: skip
+    # What threads leave of dv and dbeta, [which, channel, thread], summed over threads by `contract` likewise.
+    over_k: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1, 0], [0, 0, 1], [0, 0, 8], [0, 0, 16]] if NW == 4 else [[0, 1, 0], [0, 16, 0], [0, 0, 1], [0, 0, 8]],
+        [[0, 0, 2], [0, 0, 4], [0, 2, 0], [0, 4, 0], [0, 8, 0]], [[1, 0, 0], [0, 16, 0]][: NW // 2], [], [2, BP, PARTS],
+    )  # fmt: skip
     by_channel: gl.constexpr = gl.SliceLayout(1, lay)
     by_key: gl.constexpr = gl.SliceLayout(0, lay)
     load_k: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [NW, 1], [1, 0])
     load_v: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [NW, 1], [1, 0])
-    over_v: gl.constexpr = gl.BlockedLayout([LV, 1], [1, 32], [1, NW], [1, 0])
-    over_k: gl.constexpr = gl.BlockedLayout([1, KP // RT], [32 // RT, RT], [NW, 1], [0, 1])
-    by_warp: gl.constexpr = gl.SliceLayout(
-        0, gl.SliceLayout(2, gl.BlockedLayout([1, 1, 1], [1, 1, 32], [1, NW, 1], [2, 1, 0]))
-    )
     rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    # Swizzles that keep 16-byte stores of the sums free of bank conflicts.
-    sums_v: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
-    sums_k: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [0, 1])
     k_sm = gl.allocate_shared_memory(gl.float32, [C, N], plain)
     q_sm = gl.allocate_shared_memory(q.dtype.element_ty, [C, N], plain)
     v_sm = gl.allocate_shared_memory(gl.float32, [C, BP], plain)
     b_sm = gl.allocate_shared_memory(gl.float32, [C, BP], plain)
     d_sm = gl.allocate_shared_memory(gl.float32, [C, BP], plain)
     e_sm = gl.allocate_shared_memory(gl.float32, [C, 1], plain)
-    a_q = gl.allocate_shared_memory(gl.float32, [LV, N], sums_v)
-    a_k = gl.allocate_shared_memory(gl.float32, [LV, N], sums_v)
-    a_v = gl.allocate_shared_memory(gl.float32, [BP, KP], sums_k)
-    a_b = gl.allocate_shared_memory(gl.float32, [BP, KP], sums_k)
-    c_q = gl.allocate_shared_memory(gl.float32, [LV, N], sums_v)
-    c_k = gl.allocate_shared_memory(gl.float32, [LV, N], sums_v)
-    c_v = gl.allocate_shared_memory(gl.float32, [BP, KP], sums_k)
-    c_b = gl.allocate_shared_memory(gl.float32, [BP, KP], sums_k)
+    # A swizzle that keeps accesses of the sums free of bank conflicts.
+    sums: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 2, 0])
+    a_sm = gl.allocate_shared_memory(gl.float32, [2, BP, PARTS], sums)
+    c_sm = gl.allocate_shared_memory(gl.float32, [2, BP, PARTS], sums)
     k_row = k_sm._reinterpret(gl.float32, [C, N], rows)
     q_row = q_sm._reinterpret(q.dtype.element_ty, [C, N], rows)
     v_row = v_sm._reinterpret(gl.float32, [C, BP], rows)
@@ -199,9 +292,6 @@ def inside_loop_kernel(
     vn = gl.arange(0, BP, layout=gl.SliceLayout(0, load_v))
     ov = gl.arange(0, BP, layout=by_channel)
     on = gl.arange(0, N, layout=by_key)
-    cn = gl.arange(0, N, layout=gl.SliceLayout(0, over_v))
-    cv = gl.arange(0, BP, layout=gl.SliceLayout(1, over_k))
-    cw = gl.arange(0, NW, layout=by_warp)
     tile = ov[:, None] * N + on[None, :]
     kept = scratch + gl.program_id(0).to(gl.int64) * (2 * SLOTS * BP * N)
     step_k = heads * (NVB * N)
@@ -238,11 +328,11 @@ def inside_loop_kernel(
         cut = cuts + (block.to(gl.int64) * H + i_h) * (C + 2) + 1
         into = entry + (block.to(gl.int64) * H + i_h) * (C + 2)
         n = gl.load(cut - 1)
-        pq = (dq + ((start * heads + i_l) * NVB + i_v) * N) + cn
-        pk = (dk + ((start * heads + i_l) * NVB + i_v) * N) + cn
-        pv = (dv + (start * heads + i_l) * P + i_v * BP) + cv
-        pb = (db + (start * heads + i_l) * P + i_v * BP) + cv
-        ps = s_out + ((i_v * NW + cw) * n_tokens.to(gl.int64) + start) * heads + i_l
+        pq = dq + ((start * heads + i_l) * NVB + i_v) * N
+        pk = dk + ((start * heads + i_l) * NVB + i_v) * N
+        pv = dv + (start * heads + i_l) * P + i_v * BP
+        pb = db + (start * heads + i_l) * P + i_v * BP
+        ps = s_out + (i_v * NW * n_tokens.to(gl.int64) + start) * heads + i_l
         for i in range(gl.minimum(n, SLOTS)):
             decay = gl.load(into + i)
             M, J = advance(gl.load(cut + i), gl.load(cut + i + 1), M * decay, J * decay, k_row, v_row, b_row, lay, C)
@@ -268,45 +358,41 @@ def inside_loop_kernel(
             v1 = v_row.index(t1 - 1).load(by_channel)
             b1 = b_row.index(t1 - 1).load(by_channel)
             d1 = d_row.index(t1 - 1).load(by_channel)
-            e1 = e_row.index(t1 - 1).load(by_channel)
+            ea = scalar(e_row, t1 - 1)
             for pair in range((t1 - t0 + 1) // 2):
                 ta = t1 - 1 - 2 * pair
                 two = ta > t0
                 tb = gl.maximum(ta - 1, t0)
-                M, J, dM, dJ, sa = token(k1, q1, v1, b1, d1, e1 * ip, M, J, dM, dJ, a_q, a_k, a_v, a_b, lay, by_warp, N, PV, PK, LV, LK, NW)  # fmt: skip
+                M, J, dM, dJ, dqa, dka, sa = token(k1, q1, v1, b1, d1, ea * ip, M, J, dM, dJ, a_sm, NW)
+                # Where there is no second token, no gradient comes from it, and its state, which is not one, is not used.
                 k1 = k_row.index(tb).load(by_key)
-                q1 = q_row.index(tb).load(by_key).to(gl.float32)
-                v1 = gl.where(two, v_row.index(tb).load(by_channel), 0.0)
-                b1 = gl.where(two, b_row.index(tb).load(by_channel), 0.0)
-                d1 = gl.where(two, d_row.index(tb).load(by_channel), 0.0)
-                # Where there is no second token the state is not one: any importance that divides will do.
-                i1 = gl.where(two, e_row.index(tb).load(by_channel) * ip, 1e30)
-                M, J, dM, dJ, sb = token(k1, q1, v1, b1, d1, i1, M, J, dM, dJ, c_q, c_k, c_v, c_b, lay, by_warp, N, PV, PK, LV, LK, NW)  # fmt: skip
+                q1 = gl.where(two, q_row.index(tb).load(by_key).to(gl.float32), 0.0)
+                v1 = v_row.index(tb).load(by_channel)
+                b1 = b_row.index(tb).load(by_channel)
+                d1 = d_row.index(tb).load(by_channel)
+                eb = scalar(e_row, tb)
+                store_row(pq + ta * step_k, dqa, 1, True)
+                store_row(pk + ta * step_k, dka, 1, True)
+                i1 = gl.where(two, eb * ip, 1e30)
+                M, J, dM, dJ, dqb, dkb, sb = token(k1, q1, v1, b1, d1, i1, M, J, dM, dJ, c_sm, NW)
                 tn = gl.maximum(tb - 1, 0)
                 k1 = k_row.index(tn).load(by_key)
                 q1 = q_row.index(tn).load(by_key).to(gl.float32)
                 v1 = v_row.index(tn).load(by_channel)
                 b1 = b_row.index(tn).load(by_channel)
                 d1 = d_row.index(tn).load(by_channel)
-                e1 = e_row.index(tn).load(by_channel)
-                ha = e_row.index(ta).load(gl.SliceLayout(1, over_k))
-                hb = e_row.index(tb).load(gl.SliceLayout(1, over_k))
-                ea = e_row.index(ta).load(by_warp)
-                eb = e_row.index(tb).load(by_warp)
+                en = scalar(e_row, tn)
+                store_row(pq + tb * step_k, dqb, 1, two)
+                store_row(pk + tb * step_k, dkb, 1, two)
+                store_row(ps + ta * heads, sa * ea, n_tokens * heads, True)
+                store_row(ps + tb * heads, sb * eb, n_tokens * heads, two)
                 gl.thread_barrier()
-                aq, ak, av, ab = finish(ha, a_q, a_k, a_v, a_b, over_v, over_k)
-                bq, bk, bv, bb = finish(hb, c_q, c_k, c_v, c_b, over_v, over_k)
-                gl.store(pq + ta * step_k, aq.to(dq.dtype.element_ty))
-                gl.store(pk + ta * step_k, ak.to(dk.dtype.element_ty))
-                gl.store(pv + ta * step_v, av.to(dv.dtype.element_ty))
-                gl.store(pb + ta * step_v, ab.to(db.dtype.element_ty))
-                gl.store(ps + ta * heads, sa * ea)
-                gl.store(pq + tb * step_k, bq.to(dq.dtype.element_ty), mask=cn < gl.where(two, N, 0))
-                gl.store(pk + tb * step_k, bk.to(dk.dtype.element_ty), mask=cn < gl.where(two, N, 0))
-                gl.store(pv + tb * step_v, bv.to(dv.dtype.element_ty), mask=cv < gl.where(two, BP, 0))
-                gl.store(pb + tb * step_v, bb.to(db.dtype.element_ty), mask=cv < gl.where(two, BP, 0))
-                gl.store(ps + tb * heads, sb * eb, mask=cw < gl.where(two, NW, 0))
+                ya = over_keys(a_sm, over_k, PARTS) * ea
+                yb = over_keys(c_sm, over_k, PARTS) * eb
                 gl.thread_barrier()
+                store_sums(pv + ta * step_v, pb + ta * step_v, ya, True)
+                store_sums(pv + tb * step_v, pb + tb * step_v, yb, two)
+                ea = en
             decay = gl.load(into + j)
             dM = dM * decay
             dJ = dJ * decay
