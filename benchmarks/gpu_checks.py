@@ -8,7 +8,7 @@
     long        one sequence of 128k tokens equals the run split in two with carried states, forward and backward
     first-step  seconds of a model's first step with an empty cache of compiled kernels
     one-beta    one beta a head against mamba-ssm's scan of plain Mamba2, in the same run
-    sanitizer   compute-sanitizer's memcheck and racecheck over a small run of every kernel
+    sanitizer   compute-sanitizer's four tools, side by side, over a small run of every kernel
 
 A check that cannot run says why in its row. Writes OUT.csv and OUT.md; ends with 1 when a limit is not kept.
 """
@@ -16,6 +16,7 @@ A check that cannot run says why in its row. Writes OUT.csv and OUT.md; ends wit
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import json
 import os
@@ -26,6 +27,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ import torch
 from bench_scan import make_inputs, peak_bytes, scan_rows
 from common import command_line, markdown_table, provenance, write_csv
 from palimpsa_surgery.kernels import api, conv
+from palimpsa_surgery.kernels.scaling import scale_rows
 
 HERE = Path(__file__).resolve().parent
 REFERENCE = "2.7b"
@@ -206,8 +210,32 @@ SMALL_RUNS = (
 )
 
 
+SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+SANITIZER_SECONDS = 280
+
+
+def launched(names: Sequence[str] | None = None) -> dict[str, bool]:
+    """Each Triton and Gluon kernel by `file.name`, and whether this process has launched it on a GPU.
+
+    Args:
+        names: modules of `kernels/`; all when None.
+    """
+    folder, found = Path(api.__file__).parent, {}
+    files = sorted([*folder.glob("triton_*.py"), *folder.glob("gluon_*.py")])
+    for name in names or [file.stem for file in files]:
+        module = importlib.import_module(f"{api.__package__}.{name}")
+        for key, kernel in vars(module).items():
+            if key.endswith("_kernel") and getattr(kernel, "__module__", "") == module.__name__:
+                caches = getattr(kernel, "device_caches", {})
+                found[f"{name}.{key}"] = any(compiled for compiled, *_ in caches.values())
+    return found
+
+
 def small_run(device: str) -> None:
-    """Every kernel once, forward and backward: carried states, packed documents, steep decays, a step, convolution."""
+    """Every kernel, forward and backward: carried states, packed documents, steep decays, a step, what is around it.
+
+    Prints how many kernels that were on a GPU, and the names of those that did not run.
+    """
     documents = torch.tensor([0, 7, 7, 150, 200], device=device)
     for name, dtype, g in SMALL_RUNS:
         backend = name if api.why_unavailable(name, device) is None else "auto"
@@ -225,8 +253,14 @@ def small_run(device: str) -> None:
         triton = conv.why_conv_unavailable("triton", torch.device(device)) is None
         y, _ = conv.causal_conv(channels, weight, cu_seqlens=documents, backend="triton" if triton else "auto")
         y.sum().backward()
+        for sigmoid in (False, True):
+            steps = torch.rand(1, 200, 2, device=device, requires_grad=True)
+            scale_rows(leaves["v"], steps, dtype, sigmoid=sigmoid).sum().backward()
     if device == "cuda":
         torch.cuda.synchronize()
+        kernels = launched()
+        missed = [name for name, ran in kernels.items() if not ran]
+        print(f"{len(kernels) - len(missed)} of {len(kernels)} kernels", *missed, flush=True)
 
 
 def sanitizer_errors(text: str) -> int | None:
@@ -235,28 +269,39 @@ def sanitizer_errors(text: str) -> int | None:
     return int(found[-1]) if found else None
 
 
+def run_under(tool: str, device: str) -> Row:
+    """The small run under one tool of compute-sanitizer."""
+    row = {"check": "sanitizer", "shape": f"{tool}, a small run of every kernel", "limit": "0 errors"}
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        return {**row, "ok": "not run", "note": "compute-sanitizer is not on the PATH"}
+    command = [program, "--tool", tool, sys.executable, __file__, "--small-run", device]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # or neighbours hide writes beyond an end
+    limit = {"env": environment, "capture_output": True, "text": True, "timeout": SANITIZER_SECONDS}
+    start = time.monotonic()
+    try:
+        done = subprocess.run(command, **limit)
+    except subprocess.TimeoutExpired:
+        return {**row, "ok": "not run", "note": f"not done after {SANITIZER_SECONDS} s"}
+    text = done.stdout + done.stderr
+    errors = sanitizer_errors(text)
+    if errors is None or (done.returncode and not errors):
+        return {**row, "ok": "not run", "note": (text.strip().splitlines() or [""])[-1]}
+    if errors:  # where they are, for whoever looks for them
+        print(*[line for line in text.splitlines() if line.startswith("=========")][:60], sep="\n", flush=True)
+    which = re.search(r"^\d+ of \d+ kernels.*$", text, re.MULTILINE)
+    note = f"{which[0] if which else 'on a CPU'}; {time.monotonic() - start:.0f} s"
+    return {**row, "found": f"{errors} errors", "ok": "NO" if errors else "yes", "note": note}
+
+
 def check_sanitizer(toy: bool, device: str, backend: str) -> Iterator[Row]:
-    for tool in ("memcheck", "racecheck"):
-        row = {"check": "sanitizer", "shape": f"{tool}, a small run of every kernel", "limit": "0 errors"}
-        program = shutil.which("compute-sanitizer")
-        if program is None:
-            yield {**row, "ok": "not run", "note": "compute-sanitizer is not on the PATH"}
-            continue
-        command = [program, "--tool", tool, sys.executable, __file__, "--small-run", device]
-        environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # or neighbours hide writes beyond an end
-        try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=280
-            )  # both fit into ten minutes
-        except subprocess.TimeoutExpired:
-            yield {**row, "ok": "not run", "note": "not done after 280 s"}
-            continue
-        errors = sanitizer_errors(done.stdout + done.stderr)
-        last = (done.stdout + done.stderr).strip().splitlines()[-1:] or [""]
-        if errors is None or (done.returncode and not errors):
-            yield {**row, "ok": "not run", "note": last[0]}
-        else:
-            yield {**row, "found": f"{errors} errors", "ok": "NO" if errors else "yes"}
+    """Compiles in a run before, so that the tools watch kernels and not compilers."""
+    if shutil.which("compute-sanitizer"):
+        subprocess.run(
+            [sys.executable, __file__, "--small-run", device], capture_output=True, timeout=SANITIZER_SECONDS
+        )
+    with ThreadPoolExecutor(len(SANITIZER_TOOLS)) as pool:
+        yield from pool.map(partial(run_under, device=device), SANITIZER_TOOLS)
 
 
 CHECKS = {

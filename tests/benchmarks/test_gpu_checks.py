@@ -72,16 +72,28 @@ def test_summaries_of_the_sanitizer(text, errors):
     assert gpu_checks.sanitizer_errors(text) == errors
 
 
-def test_the_sanitizer_runs_where_it_is_and_is_named_where_it_is_not(tmp_path, monkeypatch):
+def without_small_run(run):
+    """subprocess.run, but for the plain small run before the tools: it takes seconds."""
+    return lambda command, **options: None if "--small-run" in command[:3] else run(command, **options)
+
+
+def test_the_sanitizer_runs_where_it_is_and_is_named_where_it_is_not(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert {row["ok"] for row in gpu_checks.check_sanitizer(True, "cpu", "auto")} == {"not run"}
     program = tmp_path / "compute-sanitizer"
-    program.write_text('#!/bin/sh\n[ "$2" = memcheck ] && echo "ERROR SUMMARY: 0 errors" || echo "not supported"\n')
+    program.write_text(
+        '#!/bin/sh\ncase "$2" in memcheck) echo "21 of 22 kernels a_kernel"; echo "ERROR SUMMARY: 0 errors";;\n'
+        'racecheck) echo "========= Race reported at b_kernel"; echo "RACECHECK SUMMARY: 2 hazards displayed";;\n'
+        '*) echo "not supported";; esac\n'
+    )
+    monkeypatch.setattr(gpu_checks.subprocess, "run", without_small_run(gpu_checks.subprocess.run))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin{os.pathsep}/usr/bin")
     rows = list(gpu_checks.check_sanitizer(True, "cpu", "auto"))
-    assert [row["ok"] for row in rows] == ["yes", "not run"]
-    assert rows[1]["note"] == "not supported"
+    assert [row["ok"] for row in rows] == ["yes", "NO", "not run", "not run"]
+    assert rows[0]["note"].startswith("21 of 22 kernels a_kernel; ")
+    assert rows[2]["note"] == "not supported"
+    assert capsys.readouterr().out == "========= Race reported at b_kernel\n"
 
 
 def test_a_check_that_breaks_does_not_end_the_others(tmp_path, monkeypatch, capsys):
@@ -96,7 +108,16 @@ def test_a_check_that_breaks_does_not_end_the_others(tmp_path, monkeypatch, caps
     assert stop.value.code == 1
     page = (tmp_path / "found.md").read_text()
     assert "| long |  |  |  | failed | OutOfMemoryError: too little memory |" in page
-    assert page.count("not on the PATH") == 2
+    assert page.count("not on the PATH") == len(gpu_checks.SANITIZER_TOOLS)
+
+
+def test_every_kernel_is_looked_for_and_none_has_run_here():
+    pytest.importorskip("triton.experimental.gluon")
+    kernels = gpu_checks.launched()
+    assert {"gluon_backward.inside_loop_kernel", "triton_scaling.scale_kernel", "triton_step.step_kernel"} <= set(
+        kernels
+    )
+    assert not any(kernels.values())
 
 
 def test_unknown_checks_are_refused(capsys):
