@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..base.console import human_bytes, human_count, human_seconds
-from ..base.recipe import DataRecipe, Recipe
+from .config import DataRecipe, Recipe
 from ..surgery.checkpoint import Checkpoint
 from .losses import CHUNK_BYTES
 from .optim import is_new

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..base.console import human_bytes, progress
 from ..base.errors import SchemaError, TrainingError, UsageError
 from ..base.files import write_text
-from ..base.recipe import Recipe
+from .config import Recipe
 from ..modeling.importance import ImportanceRecorder, LayerImportance, record_importance
 from .checkpointing import Position, full_tensor, save_checkpoint, trained_parameters
 from .diagnosis import bad_gradients, first_bad_module

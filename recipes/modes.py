@@ -11,7 +11,7 @@ from torch import nn
 
 from ..base.console import counted, human_count, table
 from ..base.errors import UsageError
-from ..base.recipe import Recipe
+from .config import Recipe
 from ..surgery.checkpoint import Checkpoint
 from .optim import describe_selection, select_parameters
 

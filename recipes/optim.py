@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..base.errors import UsageError
-from ..base.recipe import Recipe
+from .config import Recipe
 
 NEW = ".metaplasticity."
 """Every parameter that surgery adds lives in a sub-module of this name."""

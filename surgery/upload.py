@@ -20,7 +20,7 @@ from ..base.console import counted
 from ..base.errors import CheckpointError, SchemaError, UsageError
 from ..base.eval_schema import read_report
 from ..base.files import load_json, load_yaml, named_path, write_json, write_text
-from ..base.recipe import Recipe
+from ..recipes.config import Recipe
 from ..base.schemas import read_model, write_model
 from .adapter_files import CONFIG, SOURCE, TENSORS, AdapterSource, read_adapter_config
 from .card import CardFacts, kept_readme, license_terms, render_card
