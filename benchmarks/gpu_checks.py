@@ -32,7 +32,8 @@ from typing import Any
 import torch
 from bench_scan import make_inputs, peak_bytes, scan_rows
 from common import command_line, markdown_table, provenance, write_csv
-from palimpsa_surgery.kernels import api, conv
+from palimpsa_surgery.kernels.conv import causal_conv as conv
+from palimpsa_surgery.kernels.metaplastic import scan as api
 
 HERE = Path(__file__).resolve().parent
 REFERENCE = "2.7b"

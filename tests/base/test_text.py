@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from palimpsa_surgery.base import text
 from palimpsa_surgery.base.errors import CheckpointError, DataError, UsageError
-from palimpsa_surgery.surgery.tokenizer import load_tokenizer
+from palimpsa_surgery.surgery.checkpoint.tokenizer import load_tokenizer
 
 
 class Characters:

@@ -5,7 +5,7 @@ import os
 import gpu_checks
 import pytest
 import torch
-from palimpsa_surgery.kernels import api
+from palimpsa_surgery.kernels.metaplastic import scan as api
 
 
 @pytest.fixture(autouse=True)
