@@ -139,10 +139,10 @@ def merge(
     refuse_existing(out, force=force)
     adapter = find_adapter(run)
     scale = adapter_scale(read_adapter_config(adapter))
-    checkpoint = with_tokenizer(open_base(adapter, base))
+    checkpoint = with_tokenizer(open_base(adapter, base), option=None)
     refuse_to_delete(out, adapter, checkpoint.path)
     load = merged_tensors(load_file(adapter / TENSORS), scale, checkpoint)
-    recipe = Path(run) / "recipe.yaml"
+    recipe = named_path(run, "run folder") / "recipe.yaml"
     save_tensors(checkpoint, Path(out), load, dtype, load_recipe(recipe) if recipe.is_file() else None, force=force)
     return Path(out)
 

@@ -36,6 +36,9 @@ from .run_folder import check_run_folder, clear_run_folder, held
 
 logger = logging.getLogger(__name__)
 
+TOKENIZER_KEY = "data.tokenizer"
+"""The recipe key that names a tokenizer, for messages."""
+
 
 @dataclass(frozen=True)
 class RunResult:
@@ -114,7 +117,7 @@ def _finetune(
         warm, steps = recipe.warmup_steps(), counted(recipe.total_steps(), "step")
         logger.warning("warmup: takes %d of %s, so the learning rate never stays at its full height", warm, steps)
     checkpoint = open_checkpoint(model_folder, revision=revision, token=token)
-    checkpoint = with_tokenizer(checkpoint, recipe.data.tokenizer, token=token)
+    checkpoint = with_tokenizer(checkpoint, recipe.data.tokenizer, token=token, option=TOKENIZER_KEY)
     with contextlib.ExitStack() as stack:
         with accelerator.main_process_first():
             if main:
@@ -183,7 +186,7 @@ def assemble(accelerator: Any, checkpoint: Checkpoint, recipe: Recipe, out: Path
     resolve_loss(recipe.loss, accelerator.device)
     if require_kernels():
         resolve_backend("auto", accelerator.device)
-    tokenizer = open_tokenizer(checkpoint)
+    tokenizer = open_tokenizer(checkpoint, option=TOKENIZER_KEY)
     model = prepare_mode(load_model(checkpoint), checkpoint, recipe)
     stream, validation = open_streams(accelerator, recipe, tokenizer, model.config.vocab_size)
     loss = CausalLoss(model, recipe.loss, recipe.precision)

@@ -171,7 +171,7 @@ def _model_card(
         raise UsageError(
             f"{folder}: is in the layout {checkpoint.layout}; push takes a folder that convert, finetune or merge wrote"
         )
-    refuse_code(folder, str(folder))
+    refuse_code(folder, str(folder), None)
     checkpoint.check_all()
     if figures is not None and not checkpoint.matches(figures.fingerprint):
         raise SchemaError(

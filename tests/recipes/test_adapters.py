@@ -21,6 +21,7 @@ from .conftest import make_model, save_folder
 
 pytest.importorskip("peft")
 
+ADVICE = "put the files of its tokenizer there again, or remove those that are there"
 IDS = torch.arange(30).view(1, 30)
 
 
@@ -53,6 +54,14 @@ def run(model_folder, lora, tmp_path, monkeypatch):
 
 def close(one, other):
     return (one - other).norm() <= 1e-5 * other.norm()  # fp32
+
+
+def test_a_base_with_a_damaged_tokenizer_is_refused_by_what_merge_can_do(run, model_folder, tmp_path):
+    base = shutil.copytree(model_folder, tmp_path / "base")
+    (base / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=rf"its tokenizer cannot be read \(.*\); {ADVICE}$"):
+        merge(run[0].folder, tmp_path / "merged", base=base)
+    assert not (tmp_path / "merged").exists()
 
 
 def test_adapter_and_base_merged_and_trained_are_one_model(run, model_folder, tmp_path):
