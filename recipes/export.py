@@ -19,7 +19,7 @@ from ..surgery.checkpoint import Checkpoint
 from ..surgery.export import card_without_surgery
 from ..surgery.loading import keeps_fp32
 from ..surgery.model_folder import copy_companions
-from ..surgery.sources import is_of_tokenizer
+from ..surgery.sources import is_of_tokenizer, reading
 from ..surgery.tokenizer import SPECIAL_TOKEN_IDS
 from ..surgery.writer import TensorSpec, write_tensors
 from .checkpointing import full_tensor, trained_parameters
@@ -104,9 +104,10 @@ def carry_along(checkpoint: Checkpoint, folder: Path, name: str) -> None:
     if checkpoint.layout != "palimpsa_mamba2":
         write_text(folder / "README.md", card_without_surgery(checkpoint, name, checkpoint.palimpsa_layers))
     else:
-        for path in sorted(checkpoint.path.iterdir()):
-            if path.is_file() and not (_is_weights(path) or is_of_tokenizer(path.name)):
-                shutil.copyfile(path, folder / path.name)
+        with reading(checkpoint.source_id):
+            for path in sorted(checkpoint.path.iterdir()):
+                if path.is_file() and not (_is_weights(path) or is_of_tokenizer(path.name)):
+                    shutil.copyfile(path, folder / path.name)
     copy_companions(checkpoint, folder)
 
 

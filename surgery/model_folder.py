@@ -21,7 +21,7 @@ from .keymap import METAPLASTIC_NAMES, expected_shapes
 from .plan import SHARED_KEYS, Plan
 from .profile import Profile
 from .report import dtype_name
-from .sources import license_files, tokenizer_file_name, tokenizer_files
+from .sources import license_files, reading, tokenizer_file_name, tokenizer_files
 from .tokenizer import load_tokenizer
 from .writer import StreamingSafetensorsWriter, TensorSpec, cast
 
@@ -114,11 +114,12 @@ def write_surroundings(checkpoint: Checkpoint, folder: Path, config: dict[str, A
 
 def copy_companions(checkpoint: Checkpoint, folder: Path) -> None:
     """The tokenizer, the texts of the licence, and the generation config if there is one."""
-    copy_tokenizer(checkpoint, folder)
     if checkpoint.generation_config is not None:
         write_json(folder / "generation_config.json", _without_paths(checkpoint.generation_config))
-    for path in license_files(checkpoint.path):
-        shutil.copyfile(path, folder / path.name)
+    with reading(checkpoint.source_id):
+        copy_tokenizer(checkpoint, folder)
+        for path in license_files(checkpoint.path):
+            shutil.copyfile(path, folder / path.name)
 
 
 def copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
