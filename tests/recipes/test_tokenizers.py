@@ -167,7 +167,7 @@ def test_the_harness_begins_as_the_tokenizer_begins_a_text(begins, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", SimpleNamespace(TaskManager=lambda **options: manager))
     for tokenizer in (begins, load_tokenizer(EMBEDDED)):
         with pytest.raises(ValueError, match=r"the harness stopped .*enough"):
-            harness.run_tasks(None, tokenizer, ["x"], length=8)
+            harness.run_tasks(None, tokenizer, harness.open_tasks(["x"]), length=8)
     assert asked == [True, False]
 
 
