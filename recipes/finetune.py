@@ -163,7 +163,7 @@ def make_accelerator(recipe: Recipe, out: Path) -> Any:
     """Accelerate's entry to devices and processes; precision stays with the model (see `CausalLoss`).
 
     Raises:
-        UsageError: accelerate is not installed, or the environment is half of a launcher's.
+        UsageError: accelerate or a tracker is not installed, or the environment is half of a launcher's.
     """
     try:
         from accelerate import Accelerator
@@ -171,6 +171,7 @@ def make_accelerator(recipe: Recipe, out: Path) -> Any:
         raise UsageError(
             "fine-tuning needs the package accelerate, which is not installed; install palimpsa-surgery[train]"
         ) from error
+    _check_trackers(recipe.trackers)
     # Without CUDA several processes must be told that they run on CPUs, or each believes to be alone.
     cpu = launched_processes() > 1 and not torch.cuda.is_available()
     accelerator = Accelerator(
@@ -179,6 +180,19 @@ def make_accelerator(recipe: Recipe, out: Path) -> Any:
     if not accelerator.is_main_process:
         setup_logging(-1)  # one process speaks for all; an error still ends any of them with its message
     return accelerator
+
+
+def _check_trackers(names: Sequence[str]) -> None:
+    """Accelerate would leave out one whose package is missing, without a word."""
+    from accelerate.tracking import get_available_trackers
+    from accelerate.utils import LoggerType
+
+    known, installed = ([kind.value for kind in kinds] for kinds in (LoggerType, get_available_trackers()))
+    for name in names:
+        if name not in known:
+            raise UsageError(f"trackers: there is no {name}; expected some of {', '.join(known)}")
+        if name not in ("all", *installed):
+            raise UsageError(f"trackers: the package of {name} is not installed; install it, or leave {name} out")
 
 
 def assemble(accelerator: Any, checkpoint: Checkpoint, recipe: Recipe, out: Path) -> Training:
