@@ -157,6 +157,9 @@ def adapter_scale(config: dict[str, Any]) -> float:
     if config.get("peft_type") != "LORA" or odd:
         kind = f"{config.get('peft_type')}{' with ' + ', '.join(odd) if odd else ''}"
         raise UsageError(f"{CONFIG}: the adapter is {kind}; only plain LORA can be merged here, PEFT merges others")
+    for key in ("r", "lora_alpha"):
+        if type(config.get(key)) not in (int, float) or not config[key] > 0:
+            raise UsageError(f"{CONFIG}:{key}: is {config.get(key)!r}, expected a number above 0; write the file again")
     root = config["r"] ** 0.5 if config.get("use_rslora") else config["r"]
     return config["lora_alpha"] / root
 

@@ -150,6 +150,9 @@ def test_a_folder_without_an_adapter_is_named(model_folder):
         ({"peft_type": "IA3"}, "the adapter is IA3"),
         ({"peft_type": "LORA", "use_dora": True}, "LORA with use_dora"),
         ({"peft_type": "LORA", "lora_bias": True}, "LORA with lora_bias"),
+        ({"peft_type": "LORA", "lora_alpha": 8}, "adapter_config.json:r: is None, expected a number above 0"),
+        ({"peft_type": "LORA", "r": 0, "lora_alpha": 8}, "adapter_config.json:r: is 0, expected a number above 0"),
+        ({"peft_type": "LORA", "r": 4, "lora_alpha": "x"}, "adapter_config.json:lora_alpha: is 'x', expected a number"),
     ],
 )
 def test_other_kinds_of_adapters_are_refused(config, message):
