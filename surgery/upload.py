@@ -22,7 +22,7 @@ from ..base.eval_schema import read_report
 from ..base.files import load_json, load_yaml, named_path, write_json, write_text
 from ..base.recipe import Recipe
 from ..base.schemas import read_model, write_model
-from .adapter_files import CONFIG, SOURCE, TENSORS, AdapterSource, read_adapter_config
+from .adapter_files import CONFIG, SOURCE, TENSORS, AdapterSource, read_adapter_config, read_adapter_tensors
 from .card import CardFacts, kept_readme, license_terms, render_card
 from .card_adapter import render_adapter_card
 from .card_evaluation import EVAL_FILE, CardEvaluation, card_evaluation
@@ -218,6 +218,7 @@ def _adapter_card(
     """The card of an adapter and what identifies it; with `base`, its files name that base."""
     source = read_model(AdapterSource, folder / SOURCE) if (folder / SOURCE).is_file() else None
     config = _cleaned(read_adapter_config(folder))
+    read_adapter_tensors(folder)  # for what it refuses
     if base is not None:
         config["base_model_name_or_path"] = base
         write_json(staging / CONFIG, config)

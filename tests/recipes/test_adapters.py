@@ -1,6 +1,7 @@
 """LoRA: the new parameters go along, and adapter + base = merged = the trained model."""
 
 import json
+import os
 import shutil
 import sys
 import types
@@ -15,7 +16,7 @@ from palimpsa_surgery.recipes.finetune import finetune
 from palimpsa_surgery.recipes.modes import check_coverage, coverage, coverage_table
 from palimpsa_surgery.surgery.checkpoint import open_checkpoint
 from palimpsa_surgery.surgery.loading import load_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from .conftest import make_model, save_folder
 
@@ -61,6 +62,42 @@ def test_a_base_with_a_damaged_tokenizer_is_refused_by_what_merge_can_do(run, mo
     (base / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=rf"its tokenizer cannot be read \(.*\); {ADVICE}$"):
         merge(run[0].folder, tmp_path / "merged", base=base)
+    assert not (tmp_path / "merged").exists()
+
+
+def half_missing(tensors, name):
+    del tensors[name]
+
+
+def other_rows(tensors, name):
+    tensors[name] = tensors[name][:1].contiguous()
+
+
+def not_finite(tensors, name):
+    tensors[name][0] = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("damage", "part", "message"),
+    [
+        (half_missing, "lora_B", "the adapter's part of .* does not fit its shape"),
+        (other_rows, "lora_B", "the adapter's part of .* does not fit its shape"),
+        (other_rows, "beta_down", "the adapter's part of .*beta_down.* does not fit its shape"),
+        (not_finite, "lora_A", "adapter_model.safetensors: tensor .*lora_A.* holds values that are not finite"),
+        (None, "", "adapter_model.safetensors: is cut short"),
+    ],
+)
+def test_a_damaged_adapter_is_refused_by_the_tensor(run, model_folder, tmp_path, damage, part, message):
+    adapter = shutil.copytree(run[0].folder / "adapter", tmp_path / "adapter")
+    path = adapter / "adapter_model.safetensors"
+    if damage is None:
+        os.truncate(path, 2000)
+    else:
+        tensors = load_file(path)
+        damage(tensors, next(name for name in tensors if part in name))
+        save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=message):
+        merge(adapter, tmp_path / "merged", base=model_folder)
     assert not (tmp_path / "merged").exists()
 
 
