@@ -15,6 +15,7 @@ from palimpsa_surgery.base.errors import CheckpointError, OutputExistsError, Sch
 from palimpsa_surgery.base.files import load_json
 from palimpsa_surgery.base.text import embedded_checkpoint_path
 from palimpsa_surgery.modeling import metaplasticity_off
+from palimpsa_surgery.surgery import convert as conversion
 from palimpsa_surgery.surgery import model_folder
 from palimpsa_surgery.surgery.checkpoint import open_checkpoint
 from palimpsa_surgery.surgery.convert import MeasureOptions, convert
@@ -235,6 +236,20 @@ def test_a_source_that_goes_while_it_is_read_is_whole_or_refused(tmp_path, write
     with pytest.raises(CheckpointError, match=rf"{weights.name}: became shorter while it was read"):
         convert(source, tmp_path / "out", layers=(0,))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_source_that_is_cut_short_during_the_proof_is_blamed_itself(tmp_path, monkeypatch):
+    pico.write_mamba_ssm(tmp_path / "source")
+    prove = conversion.verify_folder
+
+    def cut_first(*args, **options):
+        os.truncate(tmp_path / "source" / "pytorch_model.bin", 3000)
+        return prove(*args, **options)
+
+    monkeypatch.setattr(conversion, "verify_folder", cut_first)
+    with pytest.raises(CheckpointError, match=r"^pytorch_model.bin: became shorter while it was read"):
+        convert(tmp_path / "source", tmp_path / "out", layers=(0,))
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 @pytest.mark.parametrize("name", ["source", "source/tokenizer.json"])
