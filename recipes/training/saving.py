@@ -17,7 +17,7 @@ from ...modeling.bundle import auto_map, bundle_remote_code
 from ...modeling.palimpsa_mamba2.configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 from ...surgery.checkpoint.checkpoint import Checkpoint
 from ...surgery.checkpoint.loading import keeps_fp32
-from ...surgery.checkpoint.sources import is_of_tokenizer
+from ...surgery.checkpoint.sources import is_of_tokenizer, reading
 from ...surgery.checkpoint.tokenizer import SPECIAL_TOKEN_IDS
 from ...surgery.conversion.export import card_without_surgery
 from ...surgery.conversion.model_folder import copy_companions
@@ -104,9 +104,10 @@ def carry_along(checkpoint: Checkpoint, folder: Path, name: str) -> None:
     if checkpoint.layout != "palimpsa_mamba2":
         write_text(folder / "README.md", card_without_surgery(checkpoint, name, checkpoint.palimpsa_layers))
     else:
-        for path in sorted(checkpoint.path.iterdir()):
-            if path.is_file() and not (_is_weights(path) or is_of_tokenizer(path.name)):
-                shutil.copyfile(path, folder / path.name)
+        with reading(checkpoint.source_id):
+            for path in sorted(checkpoint.path.iterdir()):
+                if path.is_file() and not (_is_weights(path) or is_of_tokenizer(path.name)):
+                    shutil.copyfile(path, folder / path.name)
     copy_companions(checkpoint, folder)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -12,6 +13,9 @@ from ...base.errors import CheckpointError
 from ...modeling.palimpsa_mamba2.configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 from ...modeling.palimpsa_mamba2.modeling_palimpsa_mamba2 import PalimpsaMamba2ForCausalLM
 from .checkpoint import Checkpoint, open_checkpoint
+from .tokenizer import with_tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 def load_model(
@@ -41,6 +45,7 @@ def load_model(
         CheckpointError: as `open_checkpoint`, or the checkpoint's tensors are not exactly the model's.
     """
     checkpoint = src if isinstance(src, Checkpoint) else open_checkpoint(src, revision=revision, token=token)
+    checkpoint = _with_end(checkpoint)
     with torch.device("meta"):
         model = PalimpsaMamba2ForCausalLM(PalimpsaMamba2Config(**checkpoint.config))
     slots = _parameters(model, checkpoint)
@@ -54,6 +59,17 @@ def load_model(
     if checkpoint.generation_config is not None:
         model.generation_config = GenerationConfig.from_dict(checkpoint.generation_config)
     return model.eval()
+
+
+def _with_end(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with the special tokens of its tokenizer where its files name no end of a text."""
+    if checkpoint.config["eos_token_id"] is not None:
+        return checkpoint
+    try:
+        return with_tokenizer(checkpoint, option=None)
+    except CheckpointError as error:  # a model runs on ids, too
+        logger.warning("%s; until then the model does not know which token ends a text", error)
+        return checkpoint
 
 
 def keeps_fp32(name: str) -> bool:

@@ -18,7 +18,7 @@ from ...base.errors import CheckpointError
 from ...base.files import write_json
 from ..checkpoint.keymap import METAPLASTIC_NAMES, expected_shapes
 from ..checkpoint.licenses import license_files
-from ..checkpoint.sources import tokenizer_file_name, tokenizer_files
+from ..checkpoint.sources import reading, tokenizer_file_name, tokenizer_files
 from ..checkpoint.tokenizer import load_tokenizer
 from ..measure.profile import Profile
 from ..planning.plan import SHARED_KEYS, Plan
@@ -115,11 +115,12 @@ def write_surroundings(checkpoint: Checkpoint, folder: Path, config: dict[str, A
 
 def copy_companions(checkpoint: Checkpoint, folder: Path) -> None:
     """The tokenizer, the texts of the licence, and the generation config if there is one."""
-    copy_tokenizer(checkpoint, folder)
     if checkpoint.generation_config is not None:
         write_json(folder / "generation_config.json", _without_paths(checkpoint.generation_config))
-    for path in license_files(checkpoint.path):
-        shutil.copyfile(path, folder / path.name)
+    with reading(checkpoint.source_id):
+        copy_tokenizer(checkpoint, folder)
+        for path in license_files(checkpoint.path):
+            shutil.copyfile(path, folder / path.name)
 
 
 def copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
