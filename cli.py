@@ -126,7 +126,7 @@ def _device(name: str) -> str:
 
 def _require_kernels(required: bool) -> None:
     if required:
-        from .kernels.api import set_require_kernels
+        from .kernels.backends import set_require_kernels
 
         set_require_kernels(True)
 
@@ -158,8 +158,8 @@ def demo(
 @verb
 def inspect(src: Source, revision: Revision = None, json: Json = False) -> None:
     """Show what a checkpoint is, without running it."""
-    from .surgery.checkpoint import open_checkpoint
-    from .surgery.inspection import LAYER_HEADERS, inspect_checkpoint
+    from .surgery.checkpoint.checkpoint import open_checkpoint
+    from .surgery.measure.inspection import LAYER_HEADERS, inspect_checkpoint
 
     found = inspect_checkpoint(open_checkpoint(src, revision=revision))
     if json:
@@ -190,10 +190,10 @@ def measure(
 ) -> None:
     """Measure how fast each layer forgets."""
     from .base.files import refuse_file_name, refuse_to_replace
-    from .surgery.forgetting import measure as run
-    from .surgery.plots import plot_profile
-    from .surgery.profile import write_profile
-    from .surgery.sources import files_read
+    from .surgery.checkpoint.sources import files_read
+    from .surgery.measure.forgetting import measure as run
+    from .surgery.measure.plots import plot_profile
+    from .surgery.measure.profile import write_profile
 
     refuse_file_name(out, ".json", ".yaml", ".yml")
     picture = Path(out).with_suffix(".png")
@@ -240,11 +240,11 @@ def plan(
 ) -> None:
     """Choose the layers to swap and how they start."""
     from .base.files import refuse_file_name, refuse_to_replace
-    from .recipes.estimate import estimate_rows
-    from .surgery.checkpoint import open_checkpoint
-    from .surgery.plan import make_plan, parse_layers, write_plan
-    from .surgery.profile import read_profile
-    from .surgery.sources import files_read
+    from .recipes.training.estimate import estimate_rows
+    from .surgery.checkpoint.checkpoint import open_checkpoint
+    from .surgery.checkpoint.sources import files_read
+    from .surgery.measure.profile import read_profile
+    from .surgery.planning.plan import make_plan, parse_layers, write_plan
 
     refuse_file_name(out, ".yaml", ".yml")
     refuse_to_replace([out], *files_read(src), profile, force=force)
@@ -296,9 +296,9 @@ def convert(
     json: Json = False,
 ) -> None:
     """Swap layers for Palimpsa-M, prove the result, write a model folder."""
-    from .surgery.convert import MeasureOptions
-    from .surgery.convert import convert as run
-    from .surgery.plan import parse_layers
+    from .surgery.conversion.convert import MeasureOptions
+    from .surgery.conversion.convert import convert as run
+    from .surgery.planning.plan import parse_layers
 
     report = run(
         src,
@@ -343,7 +343,7 @@ def finetune(
     json: Json = False,
 ) -> None:
     """Fine-tune a model by a recipe."""
-    from .recipes.finetune import finetune as run
+    from .recipes.training.finetune import finetune as run
 
     switches = {"deterministic": deterministic, "require_kernels": require_kernels}
     overrides = [*(overrides or []), *(f"{key}=true" for key, on in switches.items() if on)]
@@ -385,7 +385,7 @@ def evaluate(
 ) -> None:
     """Measure what a model is worth, beside another one."""
     from .base.text import parse_numbers
-    from .recipes.evaluation import evaluate as run
+    from .recipes.evaluation.evaluate import evaluate as run
 
     _require_kernels(require_kernels)
     report = run(
@@ -432,7 +432,7 @@ def generate(
     json: Json = False,
 ) -> None:
     """Continue a text."""
-    from .recipes.generation import generate as run
+    from .recipes.evaluation.generation import generate as run
 
     _require_kernels(require_kernels)
     text = run(
@@ -460,7 +460,7 @@ def merge(
     force: Force = False,
 ) -> None:
     """Merge an adapter and its base into one model folder."""
-    from .recipes.adapters import merge as write
+    from .recipes.training.adapters import merge as write
 
     _print_wrote(write(run, out, base=base, dtype=dtype, force=force))
 
@@ -475,7 +475,7 @@ def export(
     force: Force = False,
 ) -> None:
     """Write a model as it is in another layout."""
-    from .surgery.export import export as write
+    from .surgery.conversion.export import export as write
 
     _print_wrote(write(model, out, layout=layout, off=off, force=force, revision=revision))
 
@@ -494,8 +494,8 @@ def push(
     json: Json = False,
 ) -> None:
     """Share a model on the Hub, with its code and its card."""
-    from .surgery.hub import push as run
-    from .surgery.hub import push_to_folder
+    from .sharing.hub import push as run
+    from .sharing.hub import push_to_folder
 
     if to_folder is not None:
         _print_wrote(push_to_folder(model, repo_id, to_folder, evaluation=evaluation, base=base, force=force))
@@ -510,7 +510,7 @@ def push(
 @verb
 def doctor(device: Device = "auto", require_kernels: RequireKernels = False, json: Json = False) -> None:
     """Show what is installed and check the kernels on this machine."""
-    from .surgery.doctor import diagnose
+    from .doctor import diagnose
 
     _require_kernels(require_kernels)
     found = diagnose(_device(device), *() if json else (_print_diagnosis,))

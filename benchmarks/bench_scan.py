@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 from common import provenance
-from palimpsa_surgery.kernels import api, ssd
+from palimpsa_surgery.kernels.metaplastic import scan as api
+from palimpsa_surgery.kernels.ssd import mamba2_scan as ssd
 
 HERE = Path(__file__).resolve().parent
 COLUMNS = (

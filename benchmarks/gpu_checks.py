@@ -8,7 +8,7 @@
     long        one sequence of 128k tokens equals the run split in two with carried states, forward and backward
     first-step  seconds of a model's first step with an empty cache of compiled kernels
     one-beta    one beta a head against mamba-ssm's scan of plain Mamba2, in the same run
-    sanitizer   compute-sanitizer's four tools, side by side, over a small run of every kernel
+    sanitizer   compute-sanitizer's memcheck, racecheck and synccheck, side by side, over a small run of every kernel
 
 A check that cannot run says why in its row. Writes OUT.csv and OUT.md; ends with 1 when a limit is not kept.
 """
@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -35,8 +36,9 @@ from typing import Any
 import torch
 from bench_scan import make_inputs, peak_bytes, scan_rows
 from common import command_line, markdown_table, provenance, write_csv
-from palimpsa_surgery.kernels import api, conv
-from palimpsa_surgery.kernels.scaling import scale_rows
+from palimpsa_surgery.kernels.common.scaling import scale_rows
+from palimpsa_surgery.kernels.conv import causal_conv as conv
+from palimpsa_surgery.kernels.metaplastic import scan as api
 
 HERE = Path(__file__).resolve().parent
 REFERENCE = "2.7b"
@@ -210,24 +212,20 @@ SMALL_RUNS = (
 )
 
 
-SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck")
 SANITIZER_SECONDS = 280
 
 
-def launched(names: Sequence[str] | None = None) -> dict[str, bool]:
-    """Each Triton and Gluon kernel by `file.name`, and whether this process has launched it on a GPU.
-
-    Args:
-        names: modules of `kernels/`; all when None.
-    """
-    folder, found = Path(api.__file__).parent, {}
-    files = sorted([*folder.glob("triton_*.py"), *folder.glob("gluon_*.py")])
-    for name in names or [file.stem for file in files]:
-        module = importlib.import_module(f"{api.__package__}.{name}")
+def launched() -> dict[str, bool]:
+    """Each Triton and Gluon kernel by `file.name`, and whether this process has launched it on a GPU."""
+    folder, package = Path(api.__file__).parent.parent, api.__package__.rpartition(".")[0]
+    found = {}
+    for file in sorted([*folder.glob("*/triton_*.py"), *folder.glob("*/gluon_*.py")]):
+        module = importlib.import_module(f"{package}.{file.parent.name}.{file.stem}")
         for key, kernel in vars(module).items():
             if key.endswith("_kernel") and getattr(kernel, "__module__", "") == module.__name__:
                 caches = getattr(kernel, "device_caches", {})
-                found[f"{name}.{key}"] = any(compiled for compiled, *_ in caches.values())
+                found[f"{file.stem}.{key}"] = any(compiled for compiled, *_ in caches.values())
     return found
 
 
@@ -275,7 +273,7 @@ def run_under(tool: str, device: str) -> Row:
     program = shutil.which("compute-sanitizer")
     if program is None:
         return {**row, "ok": "not run", "note": "compute-sanitizer is not on the PATH"}
-    command = [program, "--tool", tool, sys.executable, __file__, "--small-run", device]
+    command = [program, "--tool", tool, "--print-limit", "2000", sys.executable, __file__, "--small-run", device]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # or neighbours hide writes beyond an end
     limit = {"env": environment, "capture_output": True, "text": True, "timeout": SANITIZER_SECONDS}
     start = time.monotonic()
@@ -290,7 +288,8 @@ def run_under(tool: str, device: str) -> Row:
     if errors:  # where they are, for whoever looks for them
         print(*[line for line in text.splitlines() if line.startswith("=========")][:60], sep="\n", flush=True)
     which = re.search(r"^\d+ of \d+ kernels.*$", text, re.MULTILINE)
-    note = f"{which[0] if which else 'on a CPU'}; {time.monotonic() - start:.0f} s"
+    guilty = ", ".join(f"{name} {count}" for name, count in Counter(re.findall(r" at (\w+)\+0x", text)).items())
+    note = f"{which[0] if which else 'on a CPU'}; {time.monotonic() - start:.0f} s{guilty and '; at ' + guilty}"
     return {**row, "found": f"{errors} errors", "ok": "NO" if errors else "yes", "note": note}
 
 
@@ -356,6 +355,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for row in CHECKS[name](options.toy, device, options.backend):
                 rows.append(row)
                 print(row, flush=True)
+                write(options.out, rows, facts, command_line("gpu_checks.py", argv))  # a run may be cut in any check
         except Exception as error:  # the other checks go on: time on a GPU is dear
             rows.append(
                 {"check": name, "ok": "failed", "note": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}

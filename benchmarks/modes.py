@@ -25,13 +25,13 @@ from common import command_line, markdown_table, provenance
 from palimpsa_surgery.base.console import human_bytes, human_count, setup_logging
 from palimpsa_surgery.base.errors import UsageError
 from palimpsa_surgery.base.files import write_text
-from palimpsa_surgery.recipes.config import Recipe, load_recipe
-from palimpsa_surgery.recipes.evaluate import LossResult, evaluate_loss, paired_difference
-from palimpsa_surgery.recipes.finetune import make_accelerator, open_streams
-from palimpsa_surgery.recipes.loop import read_metrics
-from palimpsa_surgery.recipes.modes import prepare_mode
-from palimpsa_surgery.recipes.optim import describe_selection
-from palimpsa_surgery.surgery.tokenizer import load_tokenizer
+from palimpsa_surgery.recipes.training.finetune import make_accelerator, open_streams
+from palimpsa_surgery.recipes.training.metrics import read_metrics
+from palimpsa_surgery.recipes.training.modes import prepare_mode
+from palimpsa_surgery.recipes.training.optim import describe_selection
+from palimpsa_surgery.recipes.training.recipe import Recipe, load_recipe
+from palimpsa_surgery.recipes.training.validation import LossResult, evaluate_loss, paired_difference
+from palimpsa_surgery.surgery.checkpoint.tokenizer import load_tokenizer
 from plot_runs import draw, draw_changes
 
 MODES = ("full", "new", "new+swapped", "lora")

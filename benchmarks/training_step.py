@@ -19,11 +19,11 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from palimpsa_surgery.kernels.api import ScanShape, resolve_backend
-from palimpsa_surgery.kernels.conv import resolve_conv_backend
-from palimpsa_surgery.kernels.ssd import resolve_ssd_backend
+from palimpsa_surgery.kernels.conv.causal_conv import resolve_conv_backend
+from palimpsa_surgery.kernels.metaplastic.scan import ScanShape, resolve_backend
+from palimpsa_surgery.kernels.ssd.mamba2_scan import resolve_ssd_backend
 from palimpsa_surgery.modeling import PalimpsaMamba2Config, PalimpsaMamba2ForCausalLM
-from palimpsa_surgery.recipes.losses import CausalLoss
+from palimpsa_surgery.recipes.training.losses import CausalLoss
 
 SHAPES = {
     "tiny": {"hidden_size": 64, "num_hidden_layers": 4, "num_heads": 4, "head_dim": 32, "state_size": 16},

@@ -27,11 +27,11 @@ from common import command_line, markdown_table, provenance, write_csv
 from launched import LaunchError, run_command
 from palimpsa_surgery.base.console import setup_logging
 from palimpsa_surgery.base.text import embedded_checkpoint_path
-from palimpsa_surgery.recipes.checkpointing import latest_checkpoint
-from palimpsa_surgery.recipes.config import Recipe, dump_recipe, load_recipe
 from palimpsa_surgery.recipes.launch import launch_command
-from palimpsa_surgery.recipes.loop import read_metrics
-from palimpsa_surgery.surgery.loading import load_model
+from palimpsa_surgery.recipes.training.checkpointing import latest_checkpoint
+from palimpsa_surgery.recipes.training.metrics import read_metrics
+from palimpsa_surgery.recipes.training.recipe import Recipe, dump_recipe, load_recipe
+from palimpsa_surgery.surgery.checkpoint.loading import load_model
 
 HERE = Path(__file__).resolve().parent
 FACTOR = 4.0

@@ -2,12 +2,12 @@
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from .configuration_palimpsa_mamba2 import PalimpsaMamba2Config
-from .geometry import MixerGeometry
-from .importance import LayerImportance, record_importance
-from .metaplasticity import Metaplasticity, metaplasticity_off
-from .mixer_palimpsa_mamba2 import Mamba2Mixer, PalimpsaMixer
-from .modeling_palimpsa_mamba2 import (
+from .mixers.geometry import MixerGeometry
+from .mixers.importance import LayerImportance, record_importance
+from .mixers.metaplasticity import Metaplasticity, metaplasticity_off
+from .mixers.mixer import Mamba2Mixer, PalimpsaMixer
+from .palimpsa_mamba2.configuration_palimpsa_mamba2 import PalimpsaMamba2Config
+from .palimpsa_mamba2.modeling_palimpsa_mamba2 import (
     PalimpsaMamba2ForCausalLM,
     PalimpsaMamba2Model,
     PalimpsaMamba2PreTrainedModel,

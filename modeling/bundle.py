@@ -2,8 +2,8 @@
 
 transformers runs remote code from one folder, where a file may only say `from .x import y`; it copies the files that
 it finds so named, and refuses to start when a file names an absolute package that is not installed, unless the import
-stands in a `try`. So modules get flat names (`kernels/api.py` becomes `kernels_api.py`), relative imports follow,
-imports of optional packages are put into a `try`, and the main file names every other one.
+stands in a `try`. So modules get flat names (`kernels/conv/triton_conv.py` becomes `kernels_conv_triton_conv.py`),
+relative imports follow, imports of optional packages are put into a `try`, and the main file names every other one.
 """
 
 from __future__ import annotations
@@ -41,37 +41,39 @@ def bundle_remote_code(folder: str | Path) -> tuple[str, ...]:
         The names of the files, sorted.
     """
     folder = Path(folder)
-    sources = {flat_name(part, path.stem): (part, path) for part, path in _sources()}
-    for name, (part, path) in sources.items():
-        text = flatten(path.read_text(encoding="utf-8"), part)
+    sources = {flat_name(module): (module, path) for module, path in _sources()}
+    for name, (module, path) in sources.items():
+        text = flatten(path.read_text(encoding="utf-8"), module)
         if name == _MODEL:
             text += _reach(sorted(sources.keys() - {name}))
         write_text(folder / f"{name}.py", _HEADER + text)
     return tuple(sorted(f"{name}.py" for name in sources))
 
 
-def flat_name(part: str, module: str) -> str:
-    """The flat name of a module: those of `modeling` keep theirs, others take their part's name in front."""
-    return module if part == "modeling" else f"{part}_{module}"
+def flat_name(module: str) -> str:
+    """The flat name of a module ("kernels.conv.triton_conv"): all of its path, but of `modeling` the last name."""
+    parts = module.split(".")
+    return parts[-1] if parts[0] == "modeling" else "_".join(parts)
 
 
-def flatten(source: str, part: str) -> str:
-    """The source of a module of `part` ("base", "kernels" or "modeling"), with its imports fit for a flat folder."""
+def flatten(source: str, module: str) -> str:
+    """The source of `module` ("modeling.mixers.mixer"), with its imports fit for a flat folder."""
     lines = source.splitlines(keepends=True)
     nodes = list(_imports(ast.parse(source), guarded=False))
     for node, guarded in sorted(nodes, key=lambda pair: pair[0].lineno, reverse=True):
         first, last = node.lineno - 1, node.end_lineno
         text = "".join(lines[first:last])
-        lines[first:last] = [_rewritten(text, node, part, guarded)]
+        lines[first:last] = [_rewritten(text, node, module, guarded)]
     return "".join(lines)
 
 
 def _sources() -> Iterator[tuple[str, Path]]:
-    yield "base", _ROOT / "base" / "errors.py"
+    """Every module of the bundle, by its dotted name in the package."""
+    yield "base.errors", _ROOT / "base" / "errors.py"
     for part in ("kernels", "modeling"):
-        for path in sorted((_ROOT / part).glob("*.py")):
+        for path in sorted((_ROOT / part).rglob("*.py")):
             if path.name not in ("__init__.py", "bundle.py"):
-                yield part, path
+                yield ".".join(path.relative_to(_ROOT).with_suffix("").parts), path
 
 
 def _imports(node: ast.AST, guarded: bool) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
@@ -82,10 +84,10 @@ def _imports(node: ast.AST, guarded: bool) -> Iterator[tuple[ast.Import | ast.Im
         yield from _imports(child, guarded or isinstance(node, ast.Try))
 
 
-def _rewritten(text: str, node: ast.Import | ast.ImportFrom, part: str, guarded: bool) -> str:
+def _rewritten(text: str, node: ast.Import | ast.ImportFrom, module: str, guarded: bool) -> str:
     indent = text[: len(text) - len(text.lstrip())]
     if isinstance(node, ast.ImportFrom) and node.level:
-        return _relative(text, indent, node, part)
+        return _relative(text, indent, node, module)
     names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
     packages = {name.split(".")[0] for name in names}
     if guarded or packages <= _REQUIRED | sys.stdlib_module_names:
@@ -94,14 +96,13 @@ def _rewritten(text: str, node: ast.Import | ast.ImportFrom, part: str, guarded:
     return f"{indent}try:\n{inner}{indent}except ImportError:\n{indent}    raise\n"
 
 
-def _relative(text: str, indent: str, node: ast.ImportFrom, part: str) -> str:
-    path = (node.module or "").split(".") if node.module else []
-    if node.level == 2:
-        part = path.pop(0)
-    if not path:  # from . import module
-        names = [(alias.name, alias.asname or alias.name) for alias in node.names]
-        return "".join(f"{indent}from . import {flat_name(part, name)} as {local}\n" for name, local in names)
-    return re.sub(r"from\s+\.+[\w.]*\s+import", f"from .{flat_name(part, '.'.join(path))} import", text, count=1)
+def _relative(text: str, indent: str, node: ast.ImportFrom, module: str) -> str:
+    home = module.split(".")[: -node.level]
+    target = ".".join([*home, *(node.module.split(".") if node.module else [])])
+    if (_ROOT / target.replace(".", "/")).is_dir():  # from . import module
+        names = [(flat_name(f"{target}.{alias.name}"), alias.asname or alias.name) for alias in node.names]
+        return "".join(f"{indent}from . import {name} as {local}\n" for name, local in names)
+    return re.sub(r"from\s+\.+[\w.]*\s+import", f"from .{flat_name(target)} import", text, count=1)
 
 
 def _reach(names: list[str]) -> str:

@@ -19,20 +19,20 @@ import torch
 from ..base.console import counted, human_seconds, table
 from ..base.files import named_path, refuse_existing, write_text
 from ..base.text import EMBEDDED_CHECKPOINT, iter_documents, token_windows
-from ..modeling.importance import record_importance
-from ..surgery.checkpoint import open_checkpoint
-from ..surgery.convert import convert
-from ..surgery.forgetting import measure
-from ..surgery.loading import load_model
-from ..surgery.plan import Plan, make_plan, write_plan
-from ..surgery.plots import plot_profile
-from ..surgery.profile import Profile, write_profile
-from ..surgery.tokenizer import load_tokenizer
+from ..modeling.mixers.importance import record_importance
+from ..surgery.checkpoint.checkpoint import open_checkpoint
+from ..surgery.checkpoint.loading import load_model
+from ..surgery.checkpoint.tokenizer import load_tokenizer
+from ..surgery.conversion.convert import convert
+from ..surgery.measure.forgetting import measure
+from ..surgery.measure.plots import plot_profile
+from ..surgery.measure.profile import Profile, write_profile
+from ..surgery.planning.plan import Plan, make_plan, write_plan
 from .demo_plots import plot_importance, plot_losses
-from .evaluate import LossResult, evaluate_loss, paired_difference
-from .finetune import finetune
-from .generation import continue_text
-from .loop import read_metrics
+from .evaluation.generation import continue_text
+from .training.finetune import finetune
+from .training.metrics import read_metrics
+from .training.validation import LossResult, evaluate_loss, paired_difference
 
 logger = logging.getLogger(__name__)
 

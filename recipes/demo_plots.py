@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ..surgery.plots import save_figure
+from ..surgery.measure.plots import save_figure
 
 
 def plot_losses(history: Sequence[dict], gains: Mapping[str, tuple[float, float]], path: Path) -> None:

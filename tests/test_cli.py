@@ -156,7 +156,7 @@ def test_what_a_verb_raises_never_shows_a_traceback_unless_asked(monkeypatch, er
         secret_token = "hf_secret"  # noqa: F841  a local variable that must never be printed
         raise error
 
-    monkeypatch.setattr("palimpsa_surgery.surgery.checkpoint.open_checkpoint", fail)
+    monkeypatch.setattr("palimpsa_surgery.surgery.checkpoint.checkpoint.open_checkpoint", fail)
     assert invoke("inspect", SOURCE, code=code).stderr == message + "\n"
     verbose = invoke("inspect", SOURCE, "-v", code=code).stderr
     assert ("Traceback" in verbose) == (code != 130)
@@ -179,7 +179,7 @@ def test_a_signal_ends_the_command_and_leaves_nothing_half_written(tmp_path, nam
         "import os, signal, sys\n"
         "from palimpsa_surgery import cli\n"
         "from palimpsa_surgery.base.files import output_folder\n"
-        "from palimpsa_surgery.surgery import inspection\n"
+        "from palimpsa_surgery.surgery.measure import inspection\n"
         "def slow(*arguments, **options):\n"
         "    with output_folder('out') as folder:\n"
         "        (folder / 'half').write_text('half')\n"
@@ -268,7 +268,7 @@ def test_convert_reports_its_proof(work, tmp_path):
 
 
 def test_a_failed_verification_has_its_own_exit_code(tmp_path, monkeypatch):
-    from palimpsa_surgery.surgery import verify
+    from palimpsa_surgery.surgery.conversion import verify
 
     monkeypatch.setattr(verify, "OFF_LIMIT", 0.0)
     invoke("convert", SOURCE, tmp_path / "out", "--layers", "4,", "-q", code=3)
@@ -343,7 +343,7 @@ def test_doctor_says_what_runs_and_checks_it():
 
 
 def test_doctor_fails_on_a_kernel_that_computes_wrong_numbers(monkeypatch):
-    from palimpsa_surgery.kernels import torch_chunk
+    from palimpsa_surgery.kernels.metaplastic import torch_chunk
 
     right = torch_chunk.scan
 
@@ -358,9 +358,9 @@ def test_doctor_fails_on_a_kernel_that_computes_wrong_numbers(monkeypatch):
 
 @pytest.mark.parametrize("verb", ["generate", "measure", "doctor"])
 def test_required_kernels_are_not_replaced_in_silence(tmp_path, monkeypatch, verb):
-    from palimpsa_surgery.kernels import api
+    from palimpsa_surgery.kernels import backends
 
-    monkeypatch.setattr(api, "_required", False)
+    monkeypatch.setattr(backends, "_required", False)
     monkeypatch.chdir(tmp_path)
     arguments = {"generate": [SOURCE, "a"], "measure": [SOURCE, *FEW], "doctor": []}[verb]
     result = invoke(verb, *arguments, "--device", "cpu", "--require-kernels", "-q", code=3 if verb == "doctor" else 1)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from palimpsa_surgery import cli
 from palimpsa_surgery.base.text import embedded_checkpoint_path
-from palimpsa_surgery.surgery.hub import PushResult
+from palimpsa_surgery.sharing.hub import PushResult
 from typer.testing import CliRunner
 
 SOURCE = str(embedded_checkpoint_path())
@@ -47,7 +47,7 @@ def test_push_says_where_the_model_is_and_who_sees_it(model, monkeypatch):
         seen.arguments, seen.options = arguments, options
         return result
 
-    monkeypatch.setattr("palimpsa_surgery.surgery.hub.push", run)
+    monkeypatch.setattr("palimpsa_surgery.sharing.hub.push", run)
     assert invoke("push", model, "alice/m").stdout == "left: notes.txt\nprivate: https://hub/alice/m\n"
     assert seen.arguments == (str(model), "alice/m")
     assert not seen.options["public"]

@@ -39,8 +39,8 @@ def test_a_name_that_makes_no_sense_is_one_line_and_leaves_nothing(tmp_path, mon
         raise AssertionError("a model was run")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("palimpsa_surgery.surgery.forgetting.measure", refuse)
-    monkeypatch.setattr("palimpsa_surgery.recipes.evaluation.load_model", refuse)
+    monkeypatch.setattr("palimpsa_surgery.surgery.measure.forgetting.measure", refuse)
+    monkeypatch.setattr("palimpsa_surgery.recipes.evaluation.evaluate.load_model", refuse)
     result = CliRunner().invoke(cli.app, [*arguments, "-q"])
     assert result.exit_code == 2, result.output
     assert message in result.stderr

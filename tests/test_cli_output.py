@@ -14,7 +14,7 @@ def test_text_that_the_encoding_of_the_output_lacks_is_not_lost(options, expecte
         "import sys, types\n"
         "from palimpsa_surgery import cli\n"
         "module = types.SimpleNamespace(generate=lambda model, prompt, **options: ' é😀')\n"
-        "sys.modules['palimpsa_surgery.recipes.generation'] = module\n"
+        "sys.modules['palimpsa_surgery.recipes.evaluation.generation'] = module\n"
         f"sys.argv = ['palimpsa', 'generate', 'm', '日本語', '--device', 'cpu', *{options!r}]\n"
         "cli.main()\n"
     )

@@ -7,7 +7,18 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "palimpsa_surgery"
-LAYERS = ("base", "kernels", "modeling", "surgery", "recipes", "cli")
+LAYERS = ("base", "kernels", "modeling", "surgery", "recipes", "sharing", "doctor", "cli")
+
+# Each room imports from itself and from those before it: a folder, or a file that stands among folders.
+ROOMS = (
+    *("base", "kernels/backends", "kernels/common", "kernels/conv", "kernels/metaplastic", "kernels/ssd"),
+    *("modeling/mixers", "modeling/palimpsa_mamba2", "modeling/__init__", "modeling/bundle"),
+    *("surgery/__init__", "surgery/checkpoint", "surgery/measure", "surgery/planning", "surgery/conversion"),
+    *("recipes/__init__", "recipes/launch", "recipes/data", "recipes/training"),
+    *("recipes/evaluation/suites", "recipes/evaluation", "recipes/demo_plots", "recipes/demo"),
+    *("sharing", "doctor", "cli", "__main__"),
+)
+MOST_FILES = 16
 
 # A file that may be longer than the rest, and why.
 LONG_FILES = {"cli.py": "every option of every verb with its help, and no logic; the only file that prints"}
@@ -15,7 +26,7 @@ LONG_FILES = {"cli.py": "every option of every verb with its help, and no logic;
 
 def sources() -> list[Path]:
     files = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
-    return [ROOT / "__init__.py", ROOT / "__main__.py", ROOT / "cli.py", *files]
+    return [ROOT / "__init__.py", ROOT / "__main__.py", ROOT / "doctor.py", ROOT / "cli.py", *files]
 
 
 def relative(path: Path) -> str:
@@ -37,37 +48,74 @@ def imported_modules(path: Path) -> list[tuple[int, str]]:
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, node.module] if node.module else base)
             found.append((node.lineno, module))
-            if module == PACKAGE:
-                found += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
+            found += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
     return found
 
 
 @pytest.mark.parametrize(
-    ("layer", "line", "expected"),
+    ("folder", "line", "expected"),
     [
         ("kernels", "from ..base.errors import X", "palimpsa_surgery.base.errors"),
         ("kernels", "def f():\n    from .. import recipes", "palimpsa_surgery.recipes"),
-        ("surgery", "from . import plan", "palimpsa_surgery.surgery"),
+        ("surgery/planning", "from . import plan", "palimpsa_surgery.surgery.planning.plan"),
+        ("surgery/planning", "from ..measure import profile", "palimpsa_surgery.surgery.measure.profile"),
         ("base", "import torch.nn", "torch.nn"),
     ],
 )
-def test_the_finder_of_imports_sees_every_form(tmp_path, monkeypatch, layer, line, expected):
+def test_the_finder_of_imports_sees_every_form(tmp_path, monkeypatch, folder, line, expected):
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
-    (tmp_path / layer).mkdir()
-    (tmp_path / layer / "module.py").write_text(line)
-    assert expected in [module for _, module in imported_modules(tmp_path / layer / "module.py")]
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / folder / "module.py").write_text(line)
+    assert expected in [module for _, module in imported_modules(tmp_path / folder / "module.py")]
+
+
+def module_file(module: str) -> Path | None:
+    """The file of a dotted name in the package, which may end with a name inside the file; None for other packages."""
+    parts = module.split(".")
+    if parts[0] != PACKAGE:
+        return None
+    for end in range(len(parts), 1, -1):
+        place = ROOT.joinpath(*parts[1:end])
+        for file in (place.with_suffix(".py"), place / "__init__.py"):
+            if file.is_file():
+                return file
+        if place.is_dir():
+            return None  # a folder that is only a name
+    return None
+
+
+def imported_files(path: Path) -> dict[Path, int]:
+    """The package's files that a file imports, with the line."""
+    found = {module_file(module): line for line, module in imported_modules(path)}
+    return {file: line for file, line in found.items() if file not in (None, path)}
+
+
+def room(path: Path) -> str:
+    """The room of a file: its folder, or itself where it stands among folders."""
+    folder = relative(path.parent)
+    return folder if folder in ROOMS else relative(path.with_suffix(""))
 
 
 @each_source
-def test_each_layer_imports_only_from_those_below(path):
-    layer = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    if layer == "__init__":
+def test_each_room_imports_only_from_those_before(path):
+    if path == ROOT / "__init__.py":
         return  # names modules as strings, imports them when asked
-    layer = "cli" if layer == "__main__" else layer
-    allowed = LAYERS[: LAYERS.index(layer) + 1]
-    for line, module in imported_modules(path):
-        if module.startswith(f"{PACKAGE}."):
-            assert module.split(".")[1] in (*allowed, "__version__"), f"{relative(path)}:{line} imports {module}"
+    order = {name: place for place, name in enumerate(ROOMS)}
+    for file, line in imported_files(path).items():
+        if file != ROOT / "__init__.py":
+            assert order[room(file)] <= order[room(path)], f"{relative(path)}:{line} imports {relative(file)}"
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    graph = {path: set(imported_files(path)) for path in sources() if path != ROOT / "__init__.py"}
+    while free := {path for path, needs in graph.items() if not needs & set(graph)}:
+        graph = {path: needs for path, needs in graph.items() if path not in free}
+    assert not [relative(path) for path in graph]
+
+
+@pytest.mark.parametrize("room", sorted({relative(path.parent) for path in sources()}))
+def test_a_folder_can_be_overlooked(room):
+    assert len(list((ROOT / room).glob("*.py"))) <= MOST_FILES
 
 
 @each_source

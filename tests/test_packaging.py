@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LAYERS = ("base", "kernels", "modeling", "surgery", "recipes")
+LAYERS = ("base", "kernels", "modeling", "surgery", "recipes", "sharing")
 
 
 def run(code: str, cwd: Path, **env: str) -> str:
@@ -68,8 +68,8 @@ def _is_installed(name: str) -> bool:
 
 
 def test_the_package_imports_from_the_repository_root():
-    code = "import palimpsa_surgery.kernels.api as a; print(a.__name__)"
-    assert run(code, ROOT).strip() == "palimpsa_surgery.kernels.api"
+    code = "import palimpsa_surgery.kernels.metaplastic.scan as a; print(a.__name__)"
+    assert run(code, ROOT).strip() == "palimpsa_surgery.kernels.metaplastic.scan"
 
 
 def test_importing_the_package_loads_nothing_heavy(tmp_path):
@@ -79,7 +79,7 @@ def test_importing_the_package_loads_nothing_heavy(tmp_path):
 
 def test_the_wheel_holds_every_module_and_asset_and_nothing_else(wheel):
     modules = {p.relative_to(ROOT) for layer in LAYERS for p in (ROOT / layer).rglob("*.py")}
-    modules |= {Path("__init__.py"), Path("__main__.py"), Path("cli.py"), Path("py.typed")}
+    modules |= {Path("__init__.py"), Path("__main__.py"), Path("cli.py"), Path("doctor.py"), Path("py.typed")}
     data = {p.relative_to(ROOT) for p in (ROOT / "assets").rglob("*") if p.is_file()}
     data |= {p.relative_to(ROOT) for p in (ROOT / "recipes").rglob("*.yaml")}
     expected = {f"palimpsa_surgery/{path.as_posix()}" for path in modules | data}
@@ -93,7 +93,7 @@ def test_the_wheel_works_where_the_repository_is_not(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     code = (
         "import palimpsa_surgery as p; from palimpsa_surgery.base import text;"
-        "import palimpsa_surgery.kernels.api;"
+        "import palimpsa_surgery.kernels.metaplastic.scan;"
         "print(p.__file__); print(len(list(text.iter_documents())))"
     )
     where, documents = run(code, tmp_path, PYTHONPATH=str(tmp_path / "site")).split()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 from palimpsa_surgery import cli
-from palimpsa_surgery.recipes.config import load_recipe
+from palimpsa_surgery.recipes.training.recipe import load_recipe
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -7,9 +7,9 @@ from huggingface_hub import constants
 from palimpsa_surgery.base.errors import UsageError
 from palimpsa_surgery.base.network import check_network
 from palimpsa_surgery.base.records import iter_records
-from palimpsa_surgery.surgery.hub import push
-from palimpsa_surgery.surgery.sources import resolve
-from palimpsa_surgery.surgery.tokenizer import load_tokenizer
+from palimpsa_surgery.sharing.hub import push
+from palimpsa_surgery.surgery.checkpoint.sources import resolve
+from palimpsa_surgery.surgery.checkpoint.tokenizer import load_tokenizer
 
 SECRET = "hf_ö" + "a" * 30
 

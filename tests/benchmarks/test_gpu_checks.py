@@ -5,7 +5,7 @@ import os
 import gpu_checks
 import pytest
 import torch
-from palimpsa_surgery.kernels import api
+from palimpsa_surgery.kernels.metaplastic import scan as api
 
 
 @pytest.fixture(autouse=True)
@@ -83,17 +83,19 @@ def test_the_sanitizer_runs_where_it_is_and_is_named_where_it_is_not(tmp_path, m
     program = tmp_path / "compute-sanitizer"
     program.write_text(
         '#!/bin/sh\ncase "$2" in memcheck) echo "21 of 22 kernels a_kernel"; echo "ERROR SUMMARY: 0 errors";;\n'
-        'racecheck) echo "========= Race reported at b_kernel"; echo "RACECHECK SUMMARY: 2 hazards displayed";;\n'
+        'racecheck) echo "========= Race between Write access at b_kernel+0x9 in b.py"\n'
+        'echo "RACECHECK SUMMARY: 2 hazards displayed";;\n'
         '*) echo "not supported";; esac\n'
     )
     monkeypatch.setattr(gpu_checks.subprocess, "run", without_small_run(gpu_checks.subprocess.run))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin{os.pathsep}/usr/bin")
     rows = list(gpu_checks.check_sanitizer(True, "cpu", "auto"))
-    assert [row["ok"] for row in rows] == ["yes", "NO", "not run", "not run"]
+    assert [row["ok"] for row in rows] == ["yes", "NO", "not run"]
     assert rows[0]["note"].startswith("21 of 22 kernels a_kernel; ")
     assert rows[2]["note"] == "not supported"
-    assert capsys.readouterr().out == "========= Race reported at b_kernel\n"
+    assert capsys.readouterr().out == "========= Race between Write access at b_kernel+0x9 in b.py\n"
+    assert rows[1]["note"].endswith("; at b_kernel 1")
 
 
 def test_a_check_that_breaks_does_not_end_the_others(tmp_path, monkeypatch, capsys):

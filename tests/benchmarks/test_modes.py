@@ -5,8 +5,8 @@ import json
 import modes
 import pytest
 from palimpsa_surgery.base.errors import UsageError
-from palimpsa_surgery.recipes import export
-from palimpsa_surgery.recipes.evaluate import LossResult
+from palimpsa_surgery.recipes.training import saving as export
+from palimpsa_surgery.recipes.training.validation import LossResult
 
 
 def test_each_mode_gets_the_common_changes_and_its_own():

@@ -60,7 +60,7 @@ def relative():
 
 def _results(p, backend, *, variance=True, cu_seqlens=None, chunk_size=None):
     """Everything a scan gives: outputs by name, and the gradient of every input for fixed random output gradients."""
-    from palimpsa_surgery.kernels.api import metaplastic_scan
+    from palimpsa_surgery.kernels.metaplastic.scan import metaplastic_scan
 
     x = {name: getattr(p, name).clone().requires_grad_() for name in NAMES}
     out = metaplastic_scan(

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-CASES = [Path(__file__).with_name(n) for n in ("test_triton_cases.py", "test_triton_conv.py", "test_scaling.py")]
+CASES = [
+    Path(__file__).parent / name
+    for name in ("metaplastic/test_triton_cases.py", "conv/test_triton_conv.py", "common/test_scaling.py")
+]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs the cases themselves")

@@ -1,56 +1,9 @@
 """A tiny model whose importance gates really matter, and an oracle that shares no code with it."""
 
-import math
-
 import pytest
 import torch
-from palimpsa_surgery.modeling import PalimpsaMamba2Config, PalimpsaMamba2ForCausalLM
-
-
-def make_tiny_config(**over) -> PalimpsaMamba2Config:
-    """Three layers, of which the first and last are swapped; every size differs from every other where it can."""
-    values = {
-        "vocab_size": 53,
-        "hidden_size": 24,
-        "num_hidden_layers": 3,
-        "num_heads": 6,
-        "head_dim": 8,
-        "state_size": 10,
-        "n_groups": 2,
-        "chunk_size": 16,
-        "palimpsa_layers": [0, 2],
-        "beta_rank": 5,
-        "beta_groups": 8,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    return PalimpsaMamba2Config(**{**values, **over})
-
-
-@torch.no_grad()
-def make_lively_model(config: PalimpsaMamba2Config, seed: int = 0) -> PalimpsaMamba2ForCausalLM:
-    """Windows from one to hundreds of tokens, keys of order one, and a beta that changes the output a lot."""
-    torch.manual_seed(seed)
-    model = PalimpsaMamba2ForCausalLM(config).eval()
-    for block in model.backbone.layers:
-        mixer = block.mixer
-        mixer.in_proj.weight.normal_(0.0, 1.0 / math.sqrt(config.hidden_size))
-        mixer.out_proj.weight.normal_(0.0, 1.0 / math.sqrt(config.hidden_size))
-        mixer.conv1d.weight.normal_(0.0, 0.7)
-        mixer.conv1d.bias.normal_(0.0, 0.3)
-        mixer.norm.weight.uniform_(0.5, 1.5)
-        block.norm.weight.uniform_(0.5, 1.5)
-        mixer.A_log.copy_(torch.linspace(-5.0, 1.0, config.num_heads))
-        mixer.dt_bias.uniform_(-2.0, 0.5)
-        mixer.D.uniform_(-1.0, 1.0)
-        if hasattr(mixer, "metaplasticity"):
-            mixer.metaplasticity.beta_scale.uniform_(0.5, 3.0)
-            mixer.metaplasticity.log_prior.uniform_(-1.0, 1.0)
-            mixer.metaplasticity.beta_down.weight.normal_(0.0, 1.0)
-            mixer.metaplasticity.beta_up.weight.normal_(0.0, 1.0)
-    model.backbone.embeddings.weight.normal_(0.0, 1.0)
-    return model
+from palimpsa_surgery.modeling import PalimpsaMamba2ForCausalLM
+from tiny import make_lively_model, make_tiny_config
 
 
 def _softplus(x):

@@ -116,7 +116,12 @@ def refuse_absent(original):
 def test_the_files_are_flat_and_never_name_the_package(tmp_path):
     names = bundle_remote_code(tmp_path)
     assert names == tuple(sorted(path.name for path in tmp_path.iterdir()))
-    assert {"base_errors.py", "kernels_api.py", "kernels_torch_chunk.py", "geometry.py"} <= set(names)
+    assert {
+        "base_errors.py",
+        "kernels_metaplastic_scan.py",
+        "kernels_metaplastic_torch_chunk.py",
+        "geometry.py",
+    } <= set(names)
     for name in names:
         tree = ast.parse((tmp_path / name).read_text())
         for node in ast.walk(tree):
@@ -145,37 +150,48 @@ def test_auto_map_names_classes_that_are_there(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("part", "source", "expected"),
+    ("module", "source", "expected"),
     [
-        ("modeling", "from .geometry import A\n", "from .geometry import A\n"),
-        ("modeling", "from ..base.errors import A, B\n", "from .base_errors import A, B\n"),
+        ("modeling.mixers.mixer", "from .geometry import A\n", "from .geometry import A\n"),
+        ("modeling.mixers.mixer", "from ...base.errors import A, B\n", "from .base_errors import A, B\n"),
+        ("modeling.palimpsa_mamba2.outputs", "from ..mixers.states import A\n", "from .states import A\n"),
         (
-            "modeling",
-            "from ..kernels.api import (\n    a,\n    b,\n)\n",
-            "from .kernels_api import (\n    a,\n    b,\n)\n",
+            "modeling.mixers.mixer",
+            "from ...kernels.metaplastic.scan import (\n    a,\n    b,\n)\n",
+            "from .kernels_metaplastic_scan import (\n    a,\n    b,\n)\n",
         ),
-        ("kernels", "from .api import a\n", "from .kernels_api import a\n"),
-        ("kernels", "def f():\n    from . import api\n", "def f():\n    from . import kernels_api as api\n"),
-        ("kernels", "from . import a, b as c\n", "from . import kernels_a as a\nfrom . import kernels_b as c\n"),
-        ("kernels", "import torch\nimport os\n", "import torch\nimport os\n"),
-        ("kernels", "import triton\n", "try:\n    import triton\nexcept ImportError:\n    raise\n"),
+        ("kernels.backends", "from .conv.causal_conv import a\n", "from .kernels_conv_causal_conv import a\n"),
+        ("kernels.conv.triton_conv", "from .a import a\n", "from .kernels_conv_a import a\n"),
         (
-            "kernels",
+            "kernels.conv.triton_conv",
+            "def f():\n    from . import a\n",
+            "def f():\n    from . import kernels_conv_a as a\n",
+        ),
+        (
+            "kernels.conv.triton_conv",
+            "from ..common import a, b as c\n",
+            "from . import kernels_common_a as a\nfrom . import kernels_common_b as c\n",
+        ),
+        ("kernels.backends", "import torch\nimport os\n", "import torch\nimport os\n"),
+        ("kernels.backends", "import triton\n", "try:\n    import triton\nexcept ImportError:\n    raise\n"),
+        (
+            "kernels.backends",
             "def f():\n    import triton.language as tl\n",
             "def f():\n    try:\n        import triton.language as tl\n    except ImportError:\n        raise\n",
         ),
         (
-            "kernels",
+            "kernels.backends",
             "try:\n    import mamba_ssm\nexcept ImportError:\n    pass\n",
             "try:\n    import mamba_ssm\nexcept ImportError:\n    pass\n",
         ),
     ],
 )
-def test_flatten(part, source, expected):
-    assert flatten(source, part) == expected
+def test_flatten(module, source, expected):
+    assert flatten(source, module) == expected
     ast.parse(expected)
 
 
 def test_flat_names():
-    assert flat_name("modeling", "geometry") == "geometry"
-    assert flat_name("kernels", "api") == "kernels_api"
+    assert flat_name("modeling.mixers.geometry") == "geometry"
+    assert flat_name("kernels.backends") == "kernels_backends"
+    assert flat_name("kernels.conv.triton_conv") == "kernels_conv_triton_conv"

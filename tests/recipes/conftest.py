@@ -1,42 +1,11 @@
 """A tiny converted model as a folder, a tiny text, and the recipe that joins them."""
 
 import json
-import shutil
 
 import pytest
-import torch
-from palimpsa_surgery.base.text import embedded_checkpoint_path
-from palimpsa_surgery.modeling.configuration_palimpsa_mamba2 import PalimpsaMamba2Config
-from palimpsa_surgery.modeling.modeling_palimpsa_mamba2 import PalimpsaMamba2ForCausalLM
-from palimpsa_surgery.recipes import loop
-from palimpsa_surgery.recipes.finetune import finetune
-
-SIZES = {
-    "vocab_size": 4096,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_heads": 4,
-    "head_dim": 8,
-    "state_size": 8,
-    "n_groups": 2,
-    "chunk_size": 16,
-    "beta_rank": 2,
-    "beta_groups": 2,
-}
-
-
-def make_model(layers=(1,), seed=0, **changes) -> PalimpsaMamba2ForCausalLM:
-    """A random model with these layers swapped, its importance gate at the paper's start."""
-    torch.manual_seed(seed)
-    return PalimpsaMamba2ForCausalLM(PalimpsaMamba2Config(**{**SIZES, **changes, "palimpsa_layers": list(layers)}))
-
-
-def save_folder(model, folder):
-    """The model as a folder with the embedded checkpoint's tokenizer."""
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(embedded_checkpoint_path() / name, folder / name)
-    return folder
+from palimpsa_surgery.recipes.training import loop
+from palimpsa_surgery.recipes.training.finetune import finetune
+from tiny import make_model, save_folder
 
 
 @pytest.fixture

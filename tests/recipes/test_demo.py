@@ -7,7 +7,7 @@ import pytest
 from palimpsa_surgery.base.errors import OutputExistsError
 from palimpsa_surgery.recipes import demo_plots
 from palimpsa_surgery.recipes.demo import DemoOptions, demo_commands, run_demo
-from palimpsa_surgery.recipes.loop import read_metrics
+from palimpsa_surgery.recipes.training.metrics import read_metrics
 
 SMALL = DemoOptions(layers=2, tokens=512, seq_len=64, steps=2, batch_size=1, loss_tokens=256, new_tokens=3)
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from palimpsa_surgery.base.errors import UsageError
-from palimpsa_surgery.recipes import export
-from palimpsa_surgery.recipes.config import dump_recipe, load_recipe
-from palimpsa_surgery.recipes.finetune import finetune
 from palimpsa_surgery.recipes.launch import find_config, launch_command, launched_processes, main, shipped_configs
-from palimpsa_surgery.recipes.loop import read_metrics
-from palimpsa_surgery.surgery.loading import load_model
+from palimpsa_surgery.recipes.training import saving as export
+from palimpsa_surgery.recipes.training.finetune import finetune
+from palimpsa_surgery.recipes.training.metrics import read_metrics
+from palimpsa_surgery.recipes.training.recipe import dump_recipe, load_recipe
+from palimpsa_surgery.surgery.checkpoint.loading import load_model
 from safetensors.torch import load_file
 
 IDS = torch.arange(30).view(1, 30)
@@ -148,7 +148,7 @@ def test_a_sharded_model_trains_resumes_and_is_saved_as_one(model_folder, consta
     file, out = tmp_path / "recipe.yaml", tmp_path / "two"
     file.write_text(dump_recipe(load_recipe(constant)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [str(Path(__file__).with_name("sharded.py")), str(model_folder), str(file), str(out)]
+    command += [str(Path(__file__).parents[1] / "support" / "sharded.py"), str(model_folder), str(file), str(out)]
 
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)

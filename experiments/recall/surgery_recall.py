@@ -1,0 +1,79 @@
+"""Surgery on recall: the Mamba2 models of `mqar`, trained further as they are, and with all their layers swapped.
+
+    python experiments/recall/surgery_recall.py --preset cpu -o DIR      DIR is that of mqar
+    python experiments/recall/surgery_recall.py -o DIR --report
+
+Each seed's source is the Mamba2 of that seed at the learning rate that is best on validation. Both arms read the same
+sequences in the same order for the same steps. The swap is `convert` itself, from the identity start, proof included.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import mqar
+from palimpsa_surgery.base.errors import UsageError
+from palimpsa_surgery.modeling.palimpsa_mamba2.modeling_palimpsa_mamba2 import PalimpsaMamba2ForCausalLM
+from palimpsa_surgery.surgery.checkpoint.loading import load_model
+from palimpsa_surgery.surgery.conversion.convert import convert
+from recall_presets import MAMBA2, Setting
+from recall_report import Run, best_lr
+from recall_runs import Place, Unit, read_runs, run_main, run_name, run_once, sweep
+from recall_training import FURTHER, LAYERS, train_and_test
+
+NAME = "surgery_recall"
+UNSWAPPED, SWAPPED = "unswapped", "swapped"
+
+
+def train_all(setting: Setting, place: Place, arms: Sequence[str] = (UNSWAPPED, SWAPPED)) -> None:
+    """The sweep of the arms; a run whose file is there is not repeated.
+
+    Raises:
+        UsageError: `mqar` has not run in the folder.
+    """
+    lr_of_source = best_lr([run for run in read_runs(place.out, mqar.NAME) if run["arm"] == MAMBA2])
+    sweep(arms, setting.surgery_lrs, setting.seeds, partial(_run, setting, place, lr_of_source), place)
+
+
+def _run(setting: Setting, place: Place, lr_of_source: float, unit: Unit) -> Run:
+    return run_once(place, NAME, setting, unit, partial(_train, setting, place, lr_of_source, *unit))
+
+
+def _train(setting: Setting, place: Place, lr_of_source: float, arm: str, lr: float, seed: int) -> Run:
+    source = place.out / mqar.MODELS / run_name(mqar.NAME, MAMBA2, lr_of_source, seed)
+    lr_new = lr * setting.new_lr_ratio
+    model = start(setting, source, arm, seed)
+    how = {"steps": setting.surgery_steps, "stream": FURTHER, **place.training(run_name(NAME, arm, lr, seed))}
+    found = train_and_test(model, setting, seed=seed, lr=lr, lr_new=lr_new, **how)
+    return {"source": source.name, "lr_new": lr_new, **found}
+
+
+def start(setting: Setting, source: Path, arm: str, seed: int) -> PalimpsaMamba2ForCausalLM:
+    """The source itself, or with every layer swapped.
+
+    Raises:
+        UsageError: the source is not there.
+    """
+    if not source.is_dir():
+        raise UsageError(f"{source.parent.name}/{source.name}: is not there; run mqar with the same -o first")
+    if arm == UNSWAPPED:
+        return load_model(source)
+    groups = setting.metaplastic["beta_groups"]
+    with tempfile.TemporaryDirectory() as folder:
+        converted = Path(folder) / "converted"
+        convert(
+            source, converted, layers=range(LAYERS), init="identity", beta_groups=groups, seed=seed, verify="logits"
+        )
+        return load_model(converted)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Trains and reports."""
+    run_main(NAME, (UNSWAPPED, SWAPPED), train_all, __doc__, argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Configuration of a Mamba2 causal language model in which any subset of layers is Palimpsa-M."""
+
+from __future__ import annotations
+
+import math
+
+from transformers import PreTrainedConfig
+
+from ...base.errors import UsageError
+from ..mixers.geometry import MixerGeometry
+
+_LARGEST_FP32 = 3.4028234663852886e38
+
+
+class PalimpsaMamba2Config(PreTrainedConfig):
+    """The field names of the Mamba2 of transformers, and what the swapped layers add.
+
+    `palimpsa_layers=[]` is a plain Mamba2: the same classes load and run a source model. The gated norm always runs
+    over each group's channels (mamba_ssm's semantics), and H P need not be spelled out: `num_heads * head_dim` must
+    equal `expand * hidden_size`.
+
+    Args:
+        palimpsa_layers: indices of the swapped layers; kept sorted.
+        beta_rank: rank R of the projection behind beta; None for hidden_size / 16.
+        beta_groups: groups of channels in a head that share one beta; None for head_dim, the form of the paper.
+        beta_scale_form: "abs" or "softplus", see `Metaplasticity`.
+        train_prior: whether log_prior is trained.
+        vocab_size: rows of the embedding, the padding of the vocabulary included.
+        time_step_limit: bounds of the step size in every forward pass; `time_step_min`, `time_step_max` and
+            `time_step_floor` belong to initialisation alone.
+        layer_types: one "linear_attention" a layer. It is written to config.json on purpose: there it tells the
+            cache of transformers what to hold, and it makes the stock Mamba2 class, which would drop the new
+            tensors, stop with an error.
+
+    Raises:
+        UsageError: naming the key and the bound it breaks.
+    """
+
+    model_type = "palimpsa_mamba2"
+
+    vocab_size: int = 50288
+    hidden_size: int = 768
+    num_hidden_layers: int = 24
+    num_heads: int = 24
+    head_dim: int = 64
+    state_size: int = 128
+    n_groups: int = 1
+    expand: int = 2
+    conv_kernel: int = 4
+    chunk_size: int = 256
+    use_bias: bool = False
+    use_conv_bias: bool = True
+    hidden_act: str = "silu"
+    layer_norm_epsilon: float = 1e-5
+    residual_in_fp32: bool = True
+    rescale_prenorm_residual: bool = True
+    initializer_range: float = 0.02
+    time_step_limit: list[float] | tuple[float, ...] | None = (0.0, math.inf)
+    time_step_min: float = 0.001
+    time_step_max: float = 0.1
+    time_step_floor: float = 1e-4
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    palimpsa_layers: list[int] | tuple[int, ...] | None = None
+    beta_rank: int | None = None
+    beta_groups: int | None = None
+    beta_scale_form: str = "abs"
+    train_prior: bool = True
+    layer_types: list[str] | None = None
+
+    def __post_init__(self, **kwargs):
+        self.palimpsa_layers = _checked_layers(self.palimpsa_layers, self.num_hidden_layers)
+        if self.beta_rank is None:
+            self.beta_rank = max(1, self.hidden_size // 16)
+        if self.beta_groups is None:
+            self.beta_groups = self.head_dim
+        low, high = self.time_step_limit if self.time_step_limit is not None else (0.0, math.inf)
+        # Steps are fp32: a bound from its largest number on, which some write for want of an infinity, is none.
+        high = math.inf if high is None or high >= _LARGEST_FP32 else float(high)
+        self.time_step_limit = [float(low or 0.0), high]
+        self.layer_types = ["linear_attention"] * self.num_hidden_layers
+        if self.hidden_act not in ("silu", "swish"):
+            raise UsageError(
+                f"config: hidden_act is {self.hidden_act!r}; Mamba2 has silu and nothing else is supported"
+            )
+        if self.num_heads * self.head_dim != self.expand * self.hidden_size:
+            raise UsageError(
+                f"config: num_heads * head_dim is {self.num_heads} * {self.head_dim} = "
+                f"{self.num_heads * self.head_dim} but expand * hidden_size is {self.expand} * {self.hidden_size} = "
+                f"{self.expand * self.hidden_size}; they must be equal"
+            )
+        self.mixer_geometry()
+        super().__post_init__(**kwargs)
+
+    def mixer_geometry(self) -> MixerGeometry:
+        """The description that every mixer of this model is built from."""
+        return MixerGeometry(
+            hidden_size=self.hidden_size,
+            num_heads=self.num_heads,
+            head_dim=self.head_dim,
+            n_groups=self.n_groups,
+            state_size=self.state_size,
+            conv_kernel=self.conv_kernel,
+            use_bias=self.use_bias,
+            use_conv_bias=self.use_conv_bias,
+            norm_eps=self.layer_norm_epsilon,
+            time_step_limit=tuple(self.time_step_limit),
+            chunk_size=self.chunk_size,
+            beta_rank=self.beta_rank,
+            beta_groups=self.beta_groups,
+            beta_scale_form=self.beta_scale_form,
+            train_prior=self.train_prior,
+        )
+
+
+def _checked_layers(layers, count: int) -> list[int]:
+    """Sorted layer indices; `UsageError` for one that is out of range or there twice."""
+    chosen = sorted(int(layer) for layer in (layers or ()))
+    for layer in chosen:
+        if not 0 <= layer < count:
+            raise UsageError(f"config: palimpsa_layers names layer {layer}; this model has layers 0 to {count - 1}")
+    if len(set(chosen)) != len(chosen):
+        raise UsageError(f"config: palimpsa_layers names a layer twice ({chosen}); name each once")
+    return chosen

@@ -1,1 +1,0 @@
-"""Experiments behind `docs/results`: each a script that a reader can run, with its raw results beside the tables."""

@@ -1,0 +1,217 @@
+"""Training checkpoints: what trains, the optimiser and the position, written whole or not at all, by name.
+
+Everything is kept as full tensors under parameter names, so that a run may go on with another number of processes or
+another way of sharding. The source's frozen tensors are not repeated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ...base.errors import OutputError, TrainingError
+from ...base.files import load_json, output_folder, write_json
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+_TENSORS, _STATE = "training.safetensors", "state.json"
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run is.
+
+    Attributes:
+        step: optimiser steps done.
+        tokens: positions of the training stream read.
+        model: key of what trains (names, shapes, swapped layers).
+        source: fingerprint of the model that is trained.
+        data: key of the training text.
+        seed: of the order of the documents and of dropout.
+    """
+
+    step: int
+    tokens: int
+    model: str
+    source: str
+    data: str
+    seed: int
+
+
+def model_key(module: nn.Module, layers: list[int]) -> str:
+    """Key of a model's swapped layers and of the names and shapes of its parameters that train."""
+    shapes = sorted((name, list(p.shape)) for name, p in module.named_parameters() if p.requires_grad)
+    return hashlib.sha256(json.dumps([layers, shapes]).encode()).hexdigest()
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The complete checkpoint with the highest step in `RUN/checkpoints`, or None."""
+    return max(filter(_is_whole, _step_folders(folder)), key=_step_of, default=None)
+
+
+def save_checkpoint(
+    folder: Path,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    position: Position,
+    *,
+    keep: int,
+    main: bool = True,
+) -> Path:
+    """Writes `folder/step-N` and removes the oldest beyond `keep`. Every process calls it; the main one writes.
+
+    Raises:
+        TrainingError: the disk is full, or refuses otherwise; earlier checkpoints are as they were.
+    """
+    tensors = _training_tensors(module, optimizer, keep_tensors=main)
+    target = folder / f"step-{position.step}"
+    if not main:
+        return target
+    try:
+        with output_folder(target, force=True) as temporary:
+            save_file(tensors, temporary / _TENSORS)
+            write_json(temporary / _STATE, {"schema_version": VERSION, **asdict(position)})
+    except (OSError, OutputError, SafetensorError) as error:
+        before = latest_checkpoint(folder)
+        rest = f"{before.name} is whole and --resume goes on from it" if before else "there is no earlier one"
+        raise TrainingError(f"checkpoint {target.name}: could not be written ({error}); {rest}") from error
+    prune(folder, keep)
+    return target
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Removes all but the newest `keep` checkpoints, and what killed runs left half-written or half-removed.
+
+    A folder of any other name, such as a checkpoint that a user renamed to keep it, is left alone.
+    """
+    kept = sorted(filter(_is_whole, _step_folders(folder)), key=_step_of)[-keep:]
+    outdated = [path for path in _step_folders(folder) if path not in kept]
+    for path in [*outdated, *folder.glob(".step-*.tmp-*")]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def read_position(path: Path) -> Position:
+    """Where the run was when it wrote the checkpoint `path`."""
+    state = load_json(path / _STATE)
+    if state.pop("schema_version", None) != VERSION:
+        raise TrainingError(f"{path.name}/{_STATE}: is of another version than {VERSION}; start the run again")
+    return Position(**state)
+
+
+def load_checkpoint(
+    path: Path,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    expected: Position,
+    is_source: Callable[[str], bool] | None = None,
+) -> Position:
+    """Puts a checkpoint's values into `module` and `optimizer`.
+
+    Args:
+        path: a checkpoint folder.
+        module: the prepared module, with the same parameters training.
+        optimizer: its optimiser.
+        expected: the keys and the seed of the run that resumes.
+        is_source: whether a fingerprint, of an earlier release perhaps, is the model's; by default equality is asked.
+
+    Raises:
+        TrainingError: other layers are swapped, other parameters train, the text or the seed is another, or the
+            file is damaged.
+    """
+    position = read_position(path)
+    if is_source is not None and is_source(position.source):
+        position = replace(position, source=expected.source)
+    for field, what in (
+        ("model", "other layers are swapped, or other parameters train"),
+        ("source", "the model is another"),
+        ("data", "the training text, or the tokenizer, is another"),
+        ("seed", "the seed is another"),
+    ):
+        if getattr(position, field) != getattr(expected, field):
+            raise TrainingError(
+                f"{path.name}: cannot be resumed, {what} than when it was written; use the run's own model and"
+                " recipe, or start a new run folder"
+            )
+    try:
+        with safe_open(path / _TENSORS, framework="pt") as stored:
+            _restore(stored, module, optimizer)
+    except (OSError, SafetensorError) as error:
+        raise TrainingError(
+            f"{path.name}/{_TENSORS}: cannot be read ({error}); delete {path.name} and resume"
+        ) from error
+    return position
+
+
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Name -> parameter of what trains, without the prefixes that wrappers add."""
+    return {
+        name.removeprefix("module.").replace("_orig_mod.", ""): parameter
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """A sharded tensor as a whole one (a collective call), any other as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _training_tensors(module: nn.Module, optimizer: torch.optim.Optimizer, *, keep_tensors: bool) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in trained_parameters(module).items():
+        values = {"param": parameter.detach(), **optimizer.state.get(parameter, {})}
+        for kind, value in values.items():
+            whole = full_tensor(value) if isinstance(value, Tensor) else torch.tensor(value)
+            if keep_tensors:
+                tensors[f"{kind}/{name}"] = whole.detach().cpu().contiguous()
+    return tensors
+
+
+@torch.no_grad()
+def _restore(stored: Any, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    names: dict[str, list[str]] = {}
+    for key in stored.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+        kind, _, name = key.partition("/")
+        names.setdefault(name, []).append(kind)
+    for name, parameter in trained_parameters(module).items():
+        state = {}
+        for kind in names[name]:
+            value = stored.get_tensor(f"{kind}/{name}")
+            if kind == "param":
+                parameter.copy_(_like(value, parameter))
+            else:
+                state[kind] = value if value.dim() == 0 else _like(value, parameter)
+        if state:
+            optimizer.state[parameter] = state
+
+
+def _like(value: Tensor, parameter: Tensor) -> Tensor:
+    """`value` on the device, and with the sharding, of `parameter`."""
+    if isinstance(parameter, DTensor):
+        return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+    return value.to(parameter.device)
+
+
+def _step_folders(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdecimal()]
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _is_whole(path: Path) -> bool:
+    return (path / _STATE).is_file()

@@ -1,0 +1,195 @@
+"""Training modes: a loaded model becomes one in which the right parameters train, in the right types."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ...base.console import counted, human_count, table
+from ...base.errors import UsageError
+from ...surgery.checkpoint.checkpoint import Checkpoint
+from .optim import describe_selection, select_parameters
+from .recipe import Recipe
+
+logger = logging.getLogger(__name__)
+
+ADAPTER_MODES = ("lora", "qlora")
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How many layers of each kind an adapter target matches."""
+
+    target: str
+    swapped: int
+    source: int
+
+
+def prepare_mode(model: nn.Module, checkpoint: Checkpoint, recipe: Recipe) -> nn.Module:
+    """Sets what trains, casts to the types of the recipe, and says what will happen.
+
+    Trained parameters are fp32, whatever the precision: they are the master weights, and bf16 is what products are
+    computed in. Frozen matrices keep the source's dtype when the precision is bf16, which loses nothing.
+
+    Returns:
+        The model, or a PEFT model around it.
+    """
+    layers = list(checkpoint.palimpsa_layers)
+    if recipe.mode in ADAPTER_MODES:
+        model = add_adapters(model, recipe, layers)
+    select_parameters(model, recipe.mode, layers, train_prior=model.config.train_prior)
+    keep_short = recipe.precision == "bf16" and checkpoint.dtype == torch.bfloat16
+    for parameter in model.parameters():
+        if parameter.requires_grad or not keep_short:
+            parameter.data = parameter.data.float()
+    model.config.use_cache = False
+    if recipe.gradient_checkpointing:
+        # Renamed in transformers 5.24; a PEFT model passes either name on.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    selection = describe_selection(model, recipe)
+    logger.info(
+        "mode %s: %s parameters train, %s are frozen (%s)",
+        recipe.mode,
+        human_count(selection.trained),
+        human_count(selection.frozen),
+        "; ".join(f"{name}: {counted(len(names), 'tensor')}" for name, names in selection.groups.items()),
+    )
+    return model
+
+
+def add_adapters(model: nn.Module, recipe: Recipe, layers: list[int]) -> nn.Module:
+    """LoRA on the recipe's targets, and the new parameters trained whole and stored with the adapter.
+
+    Raises:
+        UsageError: PEFT is not installed, or the targets make no sense for this model (see `check_coverage`).
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise UsageError(
+            f"mode {recipe.mode} needs the package peft, which is not installed; install palimpsa-surgery[train]"
+        ) from error
+    rows = coverage(model, recipe.lora.targets, layers)
+    logger.info("%s", coverage_table(rows, layers, model))
+    check_coverage(rows, recipe, layers, tied=model.config.tie_word_embeddings)
+    check_kinds(model, recipe.lora.targets)
+    config = LoraConfig(
+        r=recipe.lora.rank,
+        lora_alpha=recipe.lora.alpha,
+        lora_dropout=recipe.lora.dropout,
+        target_modules=list(recipe.lora.targets),
+        modules_to_save=["metaplasticity"] if layers else None,
+        task_type="CAUSAL_LM",
+    )
+    if recipe.mode == "qlora":
+        quantise_frozen(model)
+    return get_peft_model(model, config)
+
+
+def coverage(model: nn.Module, targets: list[str], layers: list[int]) -> list[Coverage]:
+    """For each target, how many swapped and how many source layers hold a module of that name."""
+    found: dict[str, set[int]] = {target: set() for target in targets}
+    elsewhere: dict[str, int] = dict.fromkeys(targets, 0)
+    for name, _ in model.named_modules():
+        for target in targets:
+            if name == target or name.endswith(f".{target}"):
+                number = _layer_of(name)
+                if number is None:
+                    elsewhere[target] += 1
+                else:
+                    found[target].add(number)
+    return [
+        Coverage(target, len(found[target] & set(layers)), len(found[target] - set(layers)) + elsewhere[target])
+        for target in targets
+    ]
+
+
+def coverage_table(rows: list[Coverage], layers: list[int], model: nn.Module) -> str:
+    """What the adapters cover, as a table to read before training starts."""
+    total = model.config.num_hidden_layers
+    others = counted(total - len(layers), "layer")
+    headers = ("adapter on", f"swapped layers (of {len(layers)})", f"other modules (of {others})")
+    return table([(row.target, row.swapped, row.source) for row in rows], headers)
+
+
+def check_kinds(model: nn.Module, targets: list[str]) -> None:
+    """Refuses targets that are no matrices: a low rank is one of a matrix, and only those are merged.
+
+    Raises:
+        UsageError: naming the target and what it is.
+    """
+    for name, module in model.named_modules():
+        for target in targets:
+            if (name == target or name.endswith(f".{target}")) and not isinstance(module, nn.Linear):
+                raise UsageError(
+                    f"lora.targets: {target} is a {type(module).__name__}, expected a linear layer such as in_proj or "
+                    "out_proj; leave it out"
+                )
+
+
+def check_coverage(rows: list[Coverage], recipe: Recipe, layers: list[int], *, tied: bool) -> None:
+    """Refuses targets that match nothing, miss all swapped layers, or sit on one matrix that is used twice.
+
+    Raises:
+        UsageError: naming the target.
+    """
+    for row in rows:
+        if tied and row.target in ("lm_head", "embeddings"):
+            raise UsageError(
+                f"lora.targets: {row.target} is tied (head and embedding are one matrix), and an adapter on it would"
+                " change only one of them; leave it out"
+            )
+        if "metaplasticity" in row.target or row.target in ("beta_down", "beta_up"):
+            raise UsageError(
+                f"lora.targets: {row.target} is new and is trained whole beside the adapters; leave it out"
+            )
+        if not row.swapped and not row.source:
+            raise UsageError(f"lora.targets: {row.target} matches no module; in_proj and out_proj are in every layer")
+    if layers and not any(row.swapped for row in rows) and not recipe.lora.force:
+        raise UsageError(
+            "lora.targets: none of them is in a swapped layer; add in_proj or out_proj, or set lora.force=true"
+        )
+
+
+def quantise_frozen(model: nn.Module) -> None:
+    """Stores every `in_proj` in 4 bits (NF4); out_proj, conv1d, lm_head and all that is new stay as they are.
+
+    Raises:
+        UsageError: bitsandbytes is not installed, or there is no CUDA device.
+    """
+    if not torch.cuda.is_available():
+        raise UsageError("mode qlora needs a CUDA device; take mode=lora")
+    try:
+        from bitsandbytes.nn import Linear4bit, Params4bit
+    except ImportError as error:
+        raise UsageError(
+            "mode qlora needs the package bitsandbytes, which is not installed; install palimpsa-surgery[qlora]"
+        ) from error
+    for parent in list(model.modules()):
+        source = parent._modules.get("in_proj")
+        if not isinstance(source, nn.Linear):
+            continue
+        short = Linear4bit(
+            source.in_features,
+            source.out_features,
+            bias=source.bias is not None,
+            compute_dtype=torch.bfloat16,
+            quant_type="nf4",
+        )
+        short.weight = Params4bit(source.weight.data, requires_grad=False, quant_type="nf4")
+        if source.bias is not None:
+            short.bias = source.bias
+        parent.in_proj = short
+
+
+def _layer_of(name: str) -> int | None:
+    parts = name.split(".")
+    for before, part in itertools.pairwise(parts):
+        if before == "layers" and part.isdigit():
+            return int(part)
+    return None

@@ -1,0 +1,163 @@
+"""The run folder before training: whether a run may start or go on there, and making room for a new one."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ...base.errors import OutputError, OutputExistsError, UsageError
+from ...base.files import write_text
+from ...base.siblings import settle_leftovers, try_lock
+from .checkpointing import latest_checkpoint, prune
+from .recipe import Recipe, dump_recipe, load_recipe
+
+logger = logging.getLogger(__name__)
+
+PARTS = ("recipe.yaml", "metrics.jsonl", "checkpoints", "adapter", "final")
+"""What a run writes, the recipe first; nothing else in a run folder is ever touched."""
+
+MAY_CHANGE = frozenset(
+    {
+        *("description", "steps", "tokens"),
+        *("data.train", "data.val", "data.tokenizer", "data.cache"),
+        *("micro_batch_size", "gradient_checkpointing", "loss", "require_kernels", "deterministic", "lora.force"),
+        *("log_every", "importance_every", "eval_every", "save_every", "keep", "save_dtype", "trackers"),
+    }
+)
+"""What a run that goes on may be told anew: its length (upward), places of files (the content of the training text is
+compared by its key), how the same numbers are computed, and what is logged and saved."""
+
+
+def check_run_folder(out: Path, recipe: Recipe, *, resume: bool, force: bool, model: Path) -> None:
+    """Refuses what must not start, before anything is made or removed.
+
+    Args:
+        out: the run folder.
+        recipe: of the call.
+        resume: go on with the run in `out`.
+        force: replace it.
+        model: folder of the model to train.
+
+    Raises:
+        OutputExistsError: `out` is a file, holds a run although neither was asked for, or the model to train is in it.
+        UsageError: there is nothing to go on from, or the recipe is another than the run's.
+    """
+    if out.is_file():
+        raise OutputExistsError(f"{out}: is a file; give a folder for the run")
+    if model.resolve() in (out.resolve(), *out.resolve().parents):
+        raise OutputExistsError(f"{out}: is the model to train, or inside it; give a run folder of its own")
+    used = [name for name in PARTS if (out / name).exists()]
+    if resume:
+        _check_resume(out, recipe)
+    elif used and not force:
+        raise OutputExistsError(
+            f"{out}: holds a run ({', '.join(used)}); give --resume to go on, or --force to replace it"
+        )
+    trained = [name for name in used if (out / name).resolve() in (model.resolve(), *model.resolve().parents)]
+    if trained and not resume:
+        raise OutputExistsError(
+            f"{out}: replacing this run would delete {trained[0]}, the model to train; give another run folder"
+        )
+    if used and PARTS[0] not in used and not resume:
+        raise OutputExistsError(
+            f"{out}: holds {', '.join(used)} and no {PARTS[0]}, so no run wrote that; give another run folder, or "
+            "remove it yourself"
+        )
+
+
+def _check_resume(out: Path, recipe: Recipe) -> None:
+    begun = out / "recipe.yaml"
+    if not begun.is_file():
+        raise UsageError(f"{out}: --resume finds no run here (no recipe.yaml); start it without --resume")
+    if latest_checkpoint(out / "checkpoints") is None and (out / "final").exists():
+        raise UsageError(
+            f"{out}: --resume finds no checkpoint, and from the start it would replace final/; "
+            "give another run folder, or --force to run again"
+        )
+    before = load_recipe(begun)
+    changed = recipe_changes(before, recipe)
+    if changed:
+        raise UsageError(
+            f"{out}: was started with another recipe ({'; '.join(changed)}); go on with the recipe.yaml that is there, "
+            "or start a new run folder"
+        )
+
+
+def recipe_changes(before: Recipe, now: Recipe) -> list[str]:
+    """What a run that goes on would do otherwise than it was started to: "lr: 1e-05, now 0.001" for each such key."""
+    first, second = _flat(before.model_dump(mode="json")), _flat(now.model_dump(mode="json"))
+    found = [
+        f"{key}: {first.get(key)}, now {second.get(key)}"
+        for key in sorted(first.keys() | second.keys())
+        if key not in MAY_CHANGE and first.get(key) != second.get(key)
+    ]
+    begun, asked = before.total_steps(), now.total_steps()
+    if asked < begun:
+        found.append(f"steps: {begun}, now {asked}, and a run may only grow longer")
+    elif asked > begun and before.data.curriculum:
+        found.append(f"steps: {begun}, now {asked}, which moves the stages of data.curriculum")
+    return found
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def clear_run_folder(out: Path, recipe: Recipe, *, resume: bool) -> None:
+    """Removes the run that was there, or what a killed one left half-written, and writes the recipe."""
+    try:
+        if resume:
+            prune(out / "checkpoints", recipe.keep)
+            for name in ("final", "adapter"):
+                settle_leftovers(out / name)
+        else:
+            for path in (out / name for name in reversed(PARTS)):  # the recipe last: it says whose the rest is
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+        write_text(out / "recipe.yaml", dump_recipe(recipe))
+    except OSError as error:
+        raise OutputError(f"{out}: cannot be written ({error.strerror}); give another run folder") from error
+
+
+@contextlib.contextmanager
+def held(out: Path) -> Iterator[None]:
+    """Keeps a second run out of the folder while this one lasts; makes the folder, and takes it away if nothing came.
+
+    The lock is the system's, on the open folder: it goes with the process, however that ends. Where there are none
+    (Windows, some network disks) the run goes on without, and says so.
+
+    Raises:
+        OutputExistsError: another process trains here.
+        OutputError: the folder cannot be made.
+    """
+    made = [path for path in (out, *out.parents) if not path.exists()]
+    try:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(f"{out}: cannot be made ({error.strerror}); give another run folder") from error
+        with contextlib.ExitStack() as lock:
+            free = try_lock(out, lock)
+            if free is False:
+                raise OutputExistsError(
+                    f"{out}: another process trains here now; wait for it, or give another run folder"
+                )
+            if free is None:
+                logger.warning("%s: cannot be locked on this system; start no second run there", out)
+            yield
+    finally:
+        for path in made:
+            with contextlib.suppress(OSError):  # something was written
+                path.rmdir()

@@ -1,0 +1,191 @@
+"""README.md of a model folder: the model card. Facts come from the report; licence and base model from the source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ...base.console import are, counted, listed
+from ..checkpoint.licenses import license_text
+from ..measure.profile import Profile
+from ..planning.plan import Plan
+
+MARKER = "<!-- card written by palimpsa-surgery; remove this line to keep your own text -->"
+PAPER = "https://arxiv.org/abs/2602.09075"
+TAGS = ["palimpsa", "mamba2", "state-space", "metaplasticity"]
+
+_STARTS = {
+    "identity": "the logits of the source, to rounding",
+    "calibrated": "each head's output at the source's scale, at a mean importance growth of {strength}",
+    "paper": "the random start of the paper",
+}
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What the card says.
+
+    Attributes:
+        name: of the model: the folder's name, or the Hub id it is pushed to.
+        plan: the surgery; None when the folder has none.
+        profile: the source's figures, when it was measured.
+        license: as in the source's card, None when it names none.
+        base_model: a Hub id, None when the source is not on the Hub and names none.
+        swapped: every Palimpsa-M layer, those of an earlier surgery included.
+        dtype: of the stored weights.
+        verification: lines of figures, such as `metaplasticity off: 2.1e-07`.
+        terms: `license_name` and `license_link` of the source's card, where its licence is `other`.
+        training: how it was fine-tuned, a line for each fact.
+        evaluation: the section on an evaluation.
+        model_index: the same as metadata.
+        picture: whether `profile.png` is in the folder.
+    """
+
+    name: str
+    plan: Plan | None
+    swapped: tuple[int, ...]
+    dtype: str
+    profile: Profile | None = None
+    license: str | list[str] | None = None
+    base_model: str | None = None
+    verification: Mapping[str, str] = field(default_factory=dict)
+    terms: Mapping[str, str] = field(default_factory=dict)
+    training: tuple[str, ...] = ()
+    evaluation: str = ""
+    model_index: Sequence[Mapping[str, Any]] = ()
+    picture: bool = True
+
+
+def render_card(facts: CardFacts) -> str:
+    """The text of README.md, front matter included."""
+    sections = {
+        "Swapped layers": _layers(facts),
+        "Verification": _verification(facts) if facts.plan else "",
+        "Training": "\n".join(f"- {line}" for line in facts.training),
+        "Evaluation": facts.evaluation,
+        "Use": _usage(facts),
+        "Files": _files(facts),
+        "Licence": _license(facts),
+    }
+    parts = [_front_matter(facts), MARKER, "", f"# {facts.name}", "", _summary(facts), ""]
+    for title, text in sections.items():
+        parts += [f"## {title}", "", text, ""] if text else []
+    return "\n".join(parts)
+
+
+def front_matter(values: Mapping[str, object]) -> str:
+    """The YAML block that opens a card."""
+    return f"---\n{yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True)}---"
+
+
+def _front_matter(facts: CardFacts) -> str:
+    values: dict[str, object] = {}
+    if facts.license:
+        values |= {"license": facts.license, **facts.terms}
+    if facts.base_model:
+        values["base_model"] = facts.base_model
+    values |= {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": TAGS}
+    return front_matter({**values, "model-index": list(facts.model_index)} if facts.model_index else values)
+
+
+def _summary(facts: CardFacts) -> str:
+    if not facts.swapped:
+        source = f", fine-tuned from `{facts.base_model}`" if facts.base_model else ""
+        return f"A Mamba2 language model{source}, stored in the layout of `palimpsa_mamba2` with no layer swapped."
+    count = len(facts.swapped)
+    if facts.plan is None:
+        return f"A Mamba2 language model in which {counted(count, 'layer')} {are(count)} Palimpsa-M ([paper]({PAPER}))."
+    source = facts.base_model or facts.plan.source
+    layers, was = counted(count, "layer"), "was" if count == 1 else "were"
+    groups = counted(facts.plan.beta_groups, "importance")
+    return (
+        f"A Mamba2 language model made from `{source}`, in which {layers} {was} replaced by Palimpsa-M: "
+        f"a Mamba2 mixer whose synapses carry an importance that protects what was learnt from being overwritten "
+        f"([paper]({PAPER})). All weights of the source are kept; each swapped layer adds a low-rank importance gate "
+        f"(rank {facts.plan.beta_rank}, {groups} a head), a scale and a prior per head."
+    )
+
+
+def _layers(facts: CardFacts) -> str:
+    if not facts.swapped:
+        return ""
+    picture = ["", "![window and rate of every head of every layer](profile.png)"]
+    start = ["", _start(facts)] if facts.plan else []
+    return "\n".join([_layer_table(facts), *start, *(picture if facts.profile and facts.picture else [])])
+
+
+def _layer_table(facts: CardFacts) -> str:
+    if facts.profile is None or facts.plan is None:
+        rule = f", listed by hand (rule: {facts.plan.rule})" if facts.plan else ""
+        return f"{listed('Layer', facts.swapped)}{rule}."
+    rows = ["| layer | window (tokens) | rate (nats a token) | why |", "| --- | --- | --- | --- |"]
+    for layer in facts.swapped:
+        figures = facts.profile.layers[layer]
+        why = facts.plan.reasons.get(layer, "" if layer in facts.plan.layers else "swapped before")
+        rows.append(f"| {layer} | {figures.window:.4g} | {figures.rate:.4g} | {why} |")
+    how = f"Rule: {facts.plan.rule}. Figures: {facts.profile.describe()}; means over heads, per head in `profile.json`."
+    return "\n".join([*rows, "", how])
+
+
+def _start(facts: CardFacts) -> str:
+    meaning = _STARTS[facts.plan.init].format(strength=facts.plan.strength)
+    return (
+        f"Start: **{facts.plan.init}** ({meaning}), scale form `{facts.plan.beta_scale_form}`, seed {facts.plan.seed}."
+    )
+
+
+def _verification(facts: CardFacts) -> str:
+    if not facts.verification:
+        return "Not verified at conversion (`--verify none`)."
+    rows = [f"| {what} | {figure} |" for what, figure in facts.verification.items()]
+    head = "Of the written files against the source, fp32, relative L2, before any fine-tuning:"
+    return "\n".join([head, "", "| | |", "| --- | --- |", *rows])
+
+
+def _usage(facts: CardFacts) -> str:
+    return (
+        "```python\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "\n"
+        f'model = AutoModelForCausalLM.from_pretrained("{facts.name}", trust_remote_code=True)\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{facts.name}", trust_remote_code=True)\n'
+        "```\n"
+        "\n"
+        "The repository carries its own code, so nothing else needs to be installed. With `palimpsa-surgery`\n"
+        "installed, `import palimpsa_surgery.modeling` first and leave the flag out; its command line fine-tunes and\n"
+        "evaluates the model too."
+    )
+
+
+def _files(facts: CardFacts) -> str:
+    profile = ", `profile.json` and `profile.png` hold the forget rates of the source" if facts.profile else ""
+    surgery = f"`plan.yaml` is the surgery as data, `surgery_report.json` accounts for every tensor{profile}. "
+    return (
+        surgery if facts.plan else ""
+    ) + f"Weights are stored in {facts.dtype}; `A_log`, `dt_bias`, `D`, `beta_scale` and `log_prior` in float32."
+
+
+def _license(facts: CardFacts) -> str:
+    if facts.license:
+        name = f" ({facts.terms['license_name']})" if "license_name" in facts.terms else ""
+        link = f" Its text: {facts.terms['license_link']}" if "license_link" in facts.terms else ""
+        return f"{license_text(facts.license)}{name}, carried over from the source.{link}"
+    return "The source's card names no licence; its terms apply."
+
+
+def is_own_card(text: str) -> bool:
+    """Whether a README was written by this package and may be replaced."""
+    return MARKER in text
+
+
+def kept_readme(folder: str | Path) -> str | None:
+    """The text of a README.md that a user wrote in `folder`, or None when there is none to keep."""
+    path = Path(folder) / "README.md"
+    if not path.is_file():
+        return None
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return None if is_own_card(text) else text

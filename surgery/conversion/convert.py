@@ -1,0 +1,268 @@
+"""checkpoint + plan -> model folder: streamed tensor by tensor, verified as written, then moved into place.
+
+Only one tensor of the source is in memory at a time. The folder appears under its name when it is complete and has
+passed its verification; a killed or failed run leaves nothing of that name.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...base.console import are, counted
+from ...base.errors import ChangedFileError, UsageError, VerificationError
+from ...base.files import flushing, output_folder, refuse_existing, refuse_to_delete, write_text
+from ...base.schemas import write_model
+from ..checkpoint.licenses import card_metadata, license_terms
+from ..checkpoint.tokenizer import with_tokenizer
+from ..measure.forgetting import measure, static_forgetting
+from ..measure.profile import Profile, read_profile, write_profile
+from ..planning.plan import DEFAULT_LAYERS, Plan, make_plan, read_plan, write_plan
+from .card import CardFacts, kept_readme, render_card
+from .model_folder import output_config, output_specs, write_surroundings, write_weights
+from .report import ConversionReport, build_report, dtype_name
+from .verify import Verification, choose_mode
+from .verify import verify as verify_folder
+from .writer import TensorSpec
+
+if TYPE_CHECKING:
+    from ..checkpoint.checkpoint import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PLAN_FILE, PROFILE_FILE, PICTURE_FILE = "plan.yaml", "profile.json", "profile.png"
+_WRITTEN_AGAIN = (PLAN_FILE, PROFILE_FILE)
+REPORT_FILE, CARD_FILE = "surgery_report.json", "README.md"
+
+
+@dataclass(frozen=True)
+class MeasureOptions:
+    """How to measure when the plan needs figures that nobody gave; the fields are those of `forgetting.measure`.
+
+    A quarter of the tokens that the stage `measure` takes by itself: enough to rank layers, and four times faster.
+    """
+
+    data: str | Path | None = None
+    tokens: int = 16384
+    seq_len: int = 2048
+    seed: int = 0
+    device: str = "cpu"
+    tokenizer: str | Path | None = None
+
+
+def convert(
+    src: str | Path | Checkpoint,
+    out: str | Path,
+    *,
+    plan: Plan | str | Path | None = None,
+    profile: Profile | str | Path | None = None,
+    layers: int | Sequence[int] | None = None,
+    measuring: MeasureOptions | None = None,
+    dtype: str | None = None,
+    verify: str = "auto",
+    force: bool = False,
+    revision: str | None = None,
+    token: str | None = None,
+    **plan_options: Any,
+) -> ConversionReport:
+    """Swaps layers of a Mamba2 checkpoint for Palimpsa-M and writes the result as a model folder.
+
+    Args:
+        src: folder, Hub id, or an open checkpoint; an already converted one keeps its swapped layers.
+        out: the folder to make.
+        plan: a plan or the path of one; without it one is made from `layers` and `plan_options`.
+        profile: figures to choose by, or the path of them. Without it the file beside the plan is used; a count of
+            layers or the calibrated start measures first; a list of layers gets the static estimate.
+        layers: a count (default 8) or the layers themselves.
+        measuring: text and amount for measuring.
+        dtype: `float32`, `bfloat16` or `float16` of the stored weights; the source's when None.
+        verify: `auto`, `logits`, `layers` or `none`.
+        force: replace `out` when it exists.
+        revision: of a Hub id.
+        token: for a private Hub id.
+        **plan_options: as for `make_plan`: rule, init, strength, beta_rank, beta_groups, beta_scale_form, train_prior,
+            seed.
+
+    Returns:
+        The report, which is also in the folder.
+
+    Raises:
+        OutputExistsError: `out` is there and `force` is false.
+        VerificationError: what was written is not the source; nothing is kept.
+        UsageError, SchemaError, CheckpointError: options, plan or source that do not fit.
+    """
+    from ..checkpoint.checkpoint import open_checkpoint
+
+    refuse_existing(out, force=force)
+    if dtype is not None and dtype not in DTYPES:
+        raise UsageError(f"--dtype {dtype}: there is no such dtype; choose one of {', '.join(DTYPES)}")
+    measuring = measuring or MeasureOptions()
+    checkpoint = open_checkpoint(src, revision=revision, token=token) if isinstance(src, str | Path) else src
+    # A plan or profile of the old output itself is written there again.
+    kept = [one for one in (plan, profile) if isinstance(one, str | Path) and Path(one).name not in _WRITTEN_AGAIN]
+    refuse_to_delete(out, checkpoint.path, measuring.data, measuring.tokenizer, *kept)
+    checkpoint = with_tokenizer(checkpoint, measuring.tokenizer, token=token)
+    measuring = replace(measuring, tokenizer=None)  # it is the checkpoint's own from here on
+    mode = choose_mode(checkpoint, verify)
+    plan, profile = _settle(checkpoint, plan, profile, layers, plan_options, measuring)
+    stored = DTYPES[dtype] if dtype else checkpoint.dtype
+    return _write(checkpoint, Path(out), plan, profile, stored, mode, force)
+
+
+def _settle(
+    checkpoint: Checkpoint,
+    plan: Plan | str | Path | None,
+    profile: Profile | str | Path | None,
+    layers: int | Sequence[int] | None,
+    options: dict[str, Any],
+    measuring: MeasureOptions,
+) -> tuple[Plan, Profile]:
+    """The plan and the profile that goes with it, made where they were not given."""
+    options = {key: value for key, value in options.items() if value is not None}
+    if isinstance(profile, str | Path):
+        profile = read_profile(profile)
+    if plan is not None:
+        given = [f"--{key.replace('_', '-')}" for key in ("layers", *options) if key in options or layers is not None]
+        if given:
+            raise UsageError(f"{', '.join(given)}: the plan holds that already; edit the plan, or leave it out")
+        where = str(plan) if isinstance(plan, str | Path) else PLAN_FILE
+        if isinstance(plan, str | Path):
+            profile = profile or _profile_beside(Path(plan), checkpoint)
+            plan = read_plan(plan)
+        plan.check_source(checkpoint, where)
+        if profile is not None:
+            profile.check_source(checkpoint)
+        calibrated = plan.init == "calibrated"
+        return plan, profile or (_measure(checkpoint, measuring, True) if calibrated else static_forgetting(checkpoint))
+    layers = DEFAULT_LAYERS if layers is None else layers
+    if profile is None and (isinstance(layers, int) or options.get("init") == "calibrated"):
+        # A count that cannot be met, or options that contradict, should not wait for the measurement.
+        make_plan(checkpoint, static_forgetting(checkpoint), layers=layers, **options)
+        profile = _measure(checkpoint, measuring, options.get("init") == "calibrated")
+    plan = make_plan(checkpoint, profile, layers=layers, **options)
+    return plan, profile or static_forgetting(checkpoint)
+
+
+def _measure(checkpoint: Checkpoint, measuring: MeasureOptions, calibrate: bool) -> Profile:
+    return measure(checkpoint, calibrate=calibrate, **asdict(measuring))
+
+
+def _profile_beside(plan: Path, checkpoint: Checkpoint) -> Profile | None:
+    path = plan.parent / PROFILE_FILE
+    if not path.is_file():
+        return None
+    profile = read_profile(path)
+    if not checkpoint.matches(profile.fingerprint):
+        logger.warning("%s beside the plan is of another checkpoint (%s) and is not used", path.name, profile.source)
+        return None
+    return profile
+
+
+def _write(
+    checkpoint: Checkpoint,
+    out: Path,
+    plan: Plan,
+    profile: Profile,
+    dtype: torch.dtype,
+    mode: str,
+    force: bool,
+) -> ConversionReport:
+    config = output_config(checkpoint, plan)
+    specs = output_specs(config, dtype)
+    notes = (*checkpoint.notes, *_rounding_note(checkpoint, specs))
+    for note in notes[len(checkpoint.notes) :]:
+        logger.warning(note)
+    readme = kept_readme(out)
+    with output_folder(out, force=force) as folder:
+        with ThreadPoolExecutor(max_workers=1) as beside:
+            # Copying waits for the disk; the picture, and importing the libraries of what follows, take seconds.
+            drawn = beside.submit(_draw_and_import, profile, folder / PICTURE_FILE, plan.layers)
+            files = write_weights(checkpoint, folder, plan, profile, specs)
+            drawn.result()
+        with flushing(folder):
+            write_surroundings(checkpoint, folder, config, dtype)
+            write_plan(plan, folder / PLAN_FILE)
+            write_profile(profile, folder / PROFILE_FILE)
+            verification = _verified(checkpoint, folder, plan, mode, dtype)
+            report = build_report(
+                checkpoint,
+                plan,
+                specs,
+                version=_version(),
+                palimpsa_layers=tuple(config["palimpsa_layers"]),
+                dtype=dtype,
+                weight_files=files,
+                verification=verification,
+                notes=notes,
+            )
+            write_model(report, folder / REPORT_FILE)
+            write_text(folder / CARD_FILE, readme or _card(checkpoint, out.resolve().name, plan, profile, report))
+    swapped = ", ".join(str(layer) for layer in plan.layers)
+    logger.info("%s: %s swapped (%s)", out.name, counted(len(plan.layers), "layer"), swapped)
+    return report
+
+
+def _draw_and_import(profile: Profile, picture: Path, chosen: Sequence[int]) -> None:
+    from ... import modeling  # noqa: F401
+    from ..measure.plots import plot_profile
+
+    plot_profile(profile, picture, chosen=chosen)
+
+
+def _verified(checkpoint: Checkpoint, folder: Path, plan: Plan, mode: str, dtype: torch.dtype) -> Verification:
+    """Verifies; a folder that cannot even be read back is a failed verification too."""
+    try:
+        return verify_folder(checkpoint, folder, plan, mode=mode, dtype=dtype)
+    except (VerificationError, ChangedFileError):
+        raise
+    except (ValueError, RuntimeError, KeyError, OSError) as error:
+        raise VerificationError(f"what was written cannot be read back ({error}); nothing was kept") from error
+
+
+def _rounding_note(checkpoint: Checkpoint, specs: list[TensorSpec]) -> tuple[str, ...]:
+    rounded = [
+        spec.name
+        for spec in specs
+        if spec.name in checkpoint.tensors and not _holds(spec.dtype, checkpoint.tensors[spec.name].dtype)
+    ]
+    if not rounded:
+        return ()
+    stored = dtype_name(next(spec.dtype for spec in specs if spec.name == rounded[0]))
+    return (
+        f"{counted(len(rounded), 'tensor')} (such as {rounded[0]}) {are(len(rounded))} rounded to {stored}; give "
+        "--dtype float32 to keep the source's digits",
+    )
+
+
+def _holds(stored: torch.dtype, source: torch.dtype) -> bool:
+    """Whether every value of `source` is one of `stored`: neither of bfloat16 and float16 holds the other."""
+    return torch.promote_types(stored, source) == stored
+
+
+def _card(checkpoint: Checkpoint, name: str, plan: Plan, profile: Profile, report: ConversionReport) -> str:
+    return render_card(
+        CardFacts(
+            name=name,
+            plan=plan,
+            swapped=report.palimpsa_layers,
+            dtype=report.dtype,
+            profile=profile,
+            license=checkpoint.license,
+            base_model=checkpoint.base_model,
+            verification=report.verification_lines(),
+            terms=license_terms(card_metadata(checkpoint.path)),
+        )
+    )
+
+
+def _version() -> str:
+    from ... import __version__
+
+    return __version__

@@ -1,0 +1,195 @@
+"""A model as it is in another layout: mamba_ssm's (`config.json` with `ssm_cfg`, one `pytorch_model.bin`), or ours."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...base.console import are, counted, listed, progress
+from ...base.errors import CheckpointError, UsageError, VerificationError
+from ...base.files import output_folder, refuse_existing, refuse_to_delete, write_json, write_text
+from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
+from ..checkpoint.keymap import EMBEDDING, HEAD
+from ..checkpoint.licenses import card_metadata, license_terms
+from ..checkpoint.tokenizer import with_tokenizer
+from .card import CardFacts, front_matter, render_card
+from .model_folder import FP32_NAMES, copy_companions, output_specs, write_surroundings
+from .report import dtype_name
+from .writer import TensorSpec, write_tensors
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS_FILE = "pytorch_model.bin"
+_NORM_EPSILON = 1e-5
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def export(
+    src: str | Path | Checkpoint,
+    out: str | Path,
+    *,
+    layout: str = "mamba_ssm",
+    off: bool = False,
+    force: bool = False,
+    revision: str | None = None,
+    token: str | None = None,
+) -> Path:
+    """Writes a model, of any layout, in the one asked for. No layer is swapped.
+
+    mamba_ssm reads one `.bin` file, so for it the whole model is in memory while it is written.
+
+    Args:
+        src: folder, Hub id, or an open checkpoint.
+        out: the folder to make.
+        layout: `mamba_ssm`, or `palimpsa_mamba2`, which transformers loads and `push` takes.
+        off: leave the importance of swapped layers out. What remains is their Mamba2 part with the weights as they are
+            now; it equals the model with metaplasticity off, not the model.
+        force: replace `out` when it exists.
+        revision: of a Hub id.
+        token: for a private Hub id.
+
+    Returns:
+        `out`.
+
+    Raises:
+        UsageError: no such layout, or layers are swapped, mamba_ssm's is asked for and `off` was not given.
+        CheckpointError: the model has what mamba_ssm's layout cannot say.
+        VerificationError: what was written does not read back as the same tensors; nothing is kept.
+    """
+    if layout not in WRITERS:
+        raise UsageError(f"--layout {layout}: there is no such layout to write; choose one of {', '.join(WRITERS)}")
+    refuse_existing(out, force=force)
+    checkpoint = src if isinstance(src, Checkpoint) else open_checkpoint(src, revision=revision, token=token)
+    checkpoint = with_tokenizer(checkpoint, option=None)
+    refuse_to_delete(out, checkpoint.path)
+    swapped = checkpoint.palimpsa_layers
+    if swapped and layout == "mamba_ssm" and not off:
+        raise UsageError(
+            f"{checkpoint.source_id}: {listed('layer', swapped)} {are(len(swapped))} Palimpsa-M, for which mamba_ssm's "
+            "layout has no place; give --off to leave their importance out, which is another function"
+        )
+    config = {**checkpoint.config, **({"palimpsa_layers": []} if off else {})}
+    specs = _specs(checkpoint, config)
+    with output_folder(out, force=force) as folder:
+        WRITERS[layout](checkpoint, folder, config, specs, Path(out).resolve().name)
+        _check(checkpoint, folder, specs)
+    importance = counted(len(checkpoint.tensors) - len(specs), "tensor")
+    left_out = f", {importance} of the importance left out" if swapped and off else ""
+    logger.info("wrote %s: %s in the layout %s%s", Path(out).name, counted(len(specs), "tensor"), layout, left_out)
+    return Path(out)
+
+
+def _specs(checkpoint: Checkpoint, config: dict[str, Any]) -> list[TensorSpec]:
+    """Every tensor in the dtype it is stored in, but for those that are fp32 in a folder of ours."""
+    specs = output_specs(config, torch.float32)
+    stored = {name: entry.dtype for name, entry in checkpoint.tensors.items()}
+    return [s if s.name.endswith(FP32_NAMES) else s._replace(dtype=stored[s.name]) for s in specs]
+
+
+def _write_mamba_ssm(
+    checkpoint: Checkpoint, folder: Path, config: dict[str, Any], specs: list[TensorSpec], name: str
+) -> None:
+    write_json(folder / "config.json", mamba_ssm_config(checkpoint))
+    torch.save(_state_dict(checkpoint, [spec.name for spec in specs]), folder / WEIGHTS_FILE)
+    copy_companions(checkpoint, folder)
+    if checkpoint.license:
+        terms = license_terms(card_metadata(checkpoint.path))
+        write_text(folder / "README.md", front_matter({"license": checkpoint.license, **terms}) + f"\n\n# {name}\n")
+
+
+def _write_palimpsa(
+    checkpoint: Checkpoint, folder: Path, config: dict[str, Any], specs: list[TensorSpec], name: str
+) -> None:
+    write_tensors(folder, specs, checkpoint.load)
+    write_surroundings(checkpoint, folder, config, checkpoint.dtype)
+    write_text(folder / "README.md", card_without_surgery(checkpoint, name, config["palimpsa_layers"]))
+
+
+def card_without_surgery(checkpoint: Checkpoint, name: str, swapped: Sequence[int]) -> str:
+    """The card of a folder of ours that no conversion made; licence and base model are those of `checkpoint`."""
+    facts = CardFacts(
+        name=name,
+        plan=None,
+        swapped=tuple(swapped),
+        dtype=dtype_name(checkpoint.dtype),
+        license=checkpoint.license,
+        base_model=checkpoint.base_model,
+        terms=license_terms(card_metadata(checkpoint.path)),
+    )
+    return render_card(facts)
+
+
+WRITERS: dict[str, Callable[..., None]] = {"mamba_ssm": _write_mamba_ssm, "palimpsa_mamba2": _write_palimpsa}
+
+
+def mamba_ssm_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The content of mamba_ssm's `config.json`: the fields of its `MambaConfig` and no other, which it would refuse.
+
+    Raises:
+        CheckpointError: a norm epsilon other than the one mamba_ssm has built in.
+    """
+    config = checkpoint.config
+    if config["layer_norm_epsilon"] != _NORM_EPSILON:
+        raise CheckpointError(
+            f"{checkpoint.source_id}: has layer_norm_epsilon {config['layer_norm_epsilon']}, mamba_ssm's is always "
+            f"{_NORM_EPSILON}; the model cannot be written in its layout"
+        )
+    layer = {
+        "layer": "Mamba2",
+        "d_state": config["state_size"],
+        "d_conv": config["conv_kernel"],
+        "expand": config["expand"],
+        "headdim": config["head_dim"],
+        "ngroups": config["n_groups"],
+        "bias": config["use_bias"],
+        "conv_bias": config["use_conv_bias"],
+        "chunk_size": config["chunk_size"],
+    }
+    low, high = config["time_step_limit"]
+    if (low, high) != (0.0, float("inf")):
+        layer["dt_limit"] = [low, min(high, _LARGEST)]  # JSON has no infinity
+    return {
+        "d_model": config["hidden_size"],
+        "d_intermediate": 0,
+        "n_layer": config["num_hidden_layers"],
+        "vocab_size": config["vocab_size"],
+        "ssm_cfg": layer,
+        "attn_layer_idx": [],
+        "attn_cfg": {},
+        "rms_norm": True,
+        "residual_in_fp32": config["residual_in_fp32"],
+        "fused_add_norm": True,
+        "pad_vocab_size_multiple": 1,  # vocab_size counts the rows that are there, padding included
+        "tie_embeddings": config["tie_word_embeddings"],
+    }
+
+
+def _state_dict(checkpoint: Checkpoint, names: list[str]) -> dict[str, Tensor]:
+    """Copies under mamba_ssm's names; torch.save would write the whole file behind a mapped view. A tied head is the
+    embedding itself, stored once."""
+    state = {_their_name(name): checkpoint.load(name).clone() for name in progress(names, "reading")}
+    if HEAD not in names:
+        state[HEAD] = state[_their_name(EMBEDDING)]
+    return state
+
+
+def _their_name(name: str) -> str:
+    return "backbone.embedding.weight" if name == EMBEDDING else name
+
+
+def _check(checkpoint: Checkpoint, folder: Path, specs: list[TensorSpec]) -> None:
+    """Every tensor as it was, but for the few that are kept in fp32 whatever the rest is in."""
+    written = open_checkpoint(folder)
+    same = list(written.tensors) == [spec.name for spec in specs] and all(
+        torch.equal(written.load(spec.name).double(), checkpoint.load(spec.name).double()) for spec in specs
+    )
+    if not same:
+        raise VerificationError(
+            f"{folder.name}: what was written does not read back as the tensors of {checkpoint.source_id}; "
+            "nothing was kept"
+        )

@@ -1,0 +1,244 @@
+"""Measures how fast each layer and head forgets.
+
+Per head, over real tokens only, with d_t as the layer uses it (bias, softplus, limits):
+    rate   = mean_t A d_t             nats a token
+    window = mean_t 1 / (1 - a_t)     tokens, a_t = exp(-A d_t)
+A layer's figures are the means over its heads. Sums are fp64, so batch size, order and padding do not change them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...base.console import progress
+from ...base.errors import CheckpointError
+from ...base.text import token_windows
+from ..checkpoint.tokenizer import open_tokenizer
+from .calibration import CalibrationSums
+from .profile import LayerProfile, Profile, rounded
+
+if TYPE_CHECKING:
+    from ..checkpoint.checkpoint import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+FLOOR = 1e-12
+"""Least A d_t in nats: 1 / (1 - exp(-FLOOR)) is still finite, and no head of a real model comes near it."""
+
+BATCH_TOKENS = 4096
+
+
+def window_of(decay: Tensor) -> Tensor:
+    """1 / (1 - exp(-decay)) tokens; `decay` [...] fp64, at least `FLOOR`. expm1 keeps the digits of a small decay."""
+    return 1 / -torch.expm1(-decay)
+
+
+class ForgettingSums:
+    """Running sums of one layer, [H] fp64."""
+
+    def __init__(self, mixer: nn.Module, calibrate: bool) -> None:
+        heads = mixer.geometry.num_heads
+        self.rate, self.window = torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64)
+        self.tokens = 0
+        self.swapped = hasattr(mixer, "metaplasticity")
+        self.calibration = CalibrationSums(heads) if calibrate else None
+
+    def add(self, step: Tensor, strength: Tensor, real: Tensor) -> None:
+        """Adds d_t [B, T, H] of a layer with A = `strength` [H], where `real` [B, T]."""
+        decay = (step.double() * strength.double())[real].clamp_min(FLOOR).cpu()
+        self.rate += decay.sum(0)
+        self.window += window_of(decay).sum(0)
+        self.tokens += decay.shape[0]
+
+    def result(self, layer: int) -> LayerProfile:
+        """The layer's part of the profile.
+
+        Raises:
+            CheckpointError: a figure is not finite, which only weights that are not finite can cause.
+        """
+        rate, window = self.rate / self.tokens, self.window / self.tokens
+        if not (rate.isfinite().all() and window.isfinite().all()):
+            raise CheckpointError(f"layer {layer}: its step sizes are not finite; the checkpoint's weights are damaged")
+        return _layer_profile(layer, rate, window, self.swapped, self.calibration and self.calibration.result())
+
+
+def _layer_profile(layer: int, rate: Tensor, window: Tensor, swapped: bool, calibration: Any = None) -> LayerProfile:
+    mean_rate, mean_window = rounded([rate.mean().item(), window.mean().item()])
+    return LayerProfile(
+        layer=layer,
+        swapped=swapped,
+        rate=mean_rate,
+        window=mean_window,
+        head_rate=rounded(rate.tolist()),
+        head_window=rounded(window.tolist()),
+        calibration=calibration,
+    )
+
+
+def static_forgetting(checkpoint: Checkpoint) -> Profile:
+    """Estimates the figures from A_log and dt_bias alone, as if the projection of every token gave zero.
+
+    Needs no text and reads two small tensors a layer; a rough guide, labelled `static` wherever it is shown.
+
+    Raises:
+        CheckpointError: a figure is not finite.
+    """
+    config = checkpoint.config
+    low, high = (None if limit is None else float(limit) for limit in config.get("time_step_limit") or (0.0, None))
+    swapped = set(config.get("palimpsa_layers") or ())
+    layers = []
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"backbone.layers.{layer}.mixer."
+        strength = checkpoint.load(prefix + "A_log").double().exp()
+        step = nn.functional.softplus(checkpoint.load(prefix + "dt_bias").double()).clamp(low, high)
+        decay = (strength * step).clamp_min(FLOOR)
+        if not bool(decay.isfinite().all()):
+            raise CheckpointError(
+                f"{checkpoint.source_id}: layer {layer}: A_log or dt_bias gives a forget rate that is not finite; the "
+                "checkpoint's weights are damaged, copy or download them again"
+            )
+        layers.append(_layer_profile(layer, decay, window_of(decay), layer in swapped))
+    return Profile(method="static", source=checkpoint.source_id, fingerprint=checkpoint.fingerprint, layers=layers)
+
+
+def measure_forgetting(
+    model: nn.Module, windows: Sequence[np.ndarray], *, batch_size: int = 2, calibrate: bool = True
+) -> list[LayerProfile]:
+    """Runs the windows through the model and sums each mixer's step sizes.
+
+    The model is only watched: its mode, weights and outputs stay as they are, and the hooks go even after an error.
+
+    Args:
+        model: a `PalimpsaMamba2ForCausalLM`, on any device, in any dtype.
+        windows: token ids, arrays of any lengths.
+        batch_size: windows at a time; memory and speed depend on it, the figures do not.
+        calibrate: also collect the statistics of the calibrated start.
+
+    Returns:
+        One entry for each layer.
+    """
+    mixers = [block.mixer for block in model.backbone.layers]
+    sums = [ForgettingSums(mixer, calibrate) for mixer in mixers]
+    device = model.backbone.embeddings.weight.device
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), progress(len(windows), "measuring") as bar:
+            for ids, real in _batches(windows, batch_size, device):
+                with _watching(mixers, sums, real):
+                    model.backbone(input_ids=ids, attention_mask=real.long(), use_cache=False)
+                bar.advance(len(ids))
+    finally:
+        model.train(training)
+    return [layer_sums.result(layer) for layer, layer_sums in enumerate(sums)]
+
+
+def _batches(windows: Sequence[np.ndarray], batch_size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches padded on the right: ids [B, T] and which are real [B, T]. Windows of like length go together."""
+    order = sorted(range(len(windows)), key=lambda index: len(windows[index]))
+    for start in range(0, len(order), batch_size):
+        batch = [torch.as_tensor(windows[index], dtype=torch.long) for index in order[start : start + batch_size]]
+        ids = nn.utils.rnn.pad_sequence(batch, batch_first=True)
+        lengths = torch.tensor([len(window) for window in batch])
+        real = torch.arange(ids.shape[1])[None] < lengths[:, None]
+        yield ids.to(device), real.to(device)
+
+
+@contextmanager
+def _watching(mixers: Sequence[nn.Module], sums: Sequence[ForgettingSums], real: Tensor) -> Iterator[None]:
+    """Hooks on every mixer's input projection, removed when the block ends, however it ends."""
+    hooks = []
+    try:
+        for mixer, layer_sums in zip(mixers, sums, strict=True):
+            hooks.append(mixer.in_proj.register_forward_hook(_hook(mixer, layer_sums, real)))
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _hook(mixer: nn.Module, sums: ForgettingSums, real: Tensor) -> Any:
+    def watch(module: nn.Module, inputs: tuple[Tensor, ...], projected: Tensor) -> None:
+        _, channels, raw_step = mixer.split_projection(projected)
+        step, strength = mixer.step_size(raw_step), mixer.decay_rate()
+        here = real.to(step.device)
+        sums.add(step, strength, here)
+        if sums.calibration is not None:
+            # Pads are on the right, so the convolution of real tokens never sees one.
+            x, keys, _ = mixer.split_channels(mixer.conv1d(channels)[0])
+            sums.calibration.add_input(inputs[0][here])
+            sums.calibration.add_states(x, keys, step, -strength * step, here)
+
+    return watch
+
+
+def measure(
+    src: str | Path | Checkpoint,
+    *,
+    data: str | Path | None = None,
+    tokens: int = 65536,
+    seq_len: int = 2048,
+    seed: int = 0,
+    batch_size: int | None = None,
+    static: bool = False,
+    calibrate: bool = True,
+    device: str | torch.device = "cpu",
+    tokenizer: str | Path | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+) -> Profile:
+    """Measures a checkpoint on text: the stage `measure`.
+
+    Args:
+        src: folder, Hub id, or an open checkpoint.
+        data: text as for `base.text.iter_documents`; None is the embedded one.
+        tokens: how many tokens in all.
+        seq_len: tokens in a window; windows longer than a head's memory are needed to see it.
+        seed: of the choice of windows.
+        batch_size: windows at a time; by default as many as make `BATCH_TOKENS`.
+        static: no text, `static_forgetting` instead.
+        calibrate: also collect what the calibrated start needs; a quarter of the time.
+        device: where the model runs; fp32 whatever the checkpoint's dtype.
+        tokenizer: folder or Hub id; by default the checkpoint's own.
+        revision: of a Hub id.
+        token: for a private Hub id.
+
+    Returns:
+        The profile, ready for `write_profile`.
+    """
+    from ..checkpoint.checkpoint import open_checkpoint
+    from ..checkpoint.loading import load_model
+
+    checkpoint = open_checkpoint(src, revision=revision, token=token) if isinstance(src, str | Path) else src
+    if static:
+        return static_forgetting(checkpoint)
+    windows, about = token_windows(
+        data,
+        open_tokenizer(checkpoint, tokenizer, token=token),
+        tokens=tokens,
+        seq_len=seq_len,
+        seed=seed,
+        vocab_size=checkpoint.config["vocab_size"],
+    )
+    logger.info("measuring %s on %d tokens of %s", checkpoint.source_id, about["tokens"], about["data"])
+    model = load_model(checkpoint, dtype=torch.float32, device=device)
+    return Profile(
+        method="measured",
+        source=checkpoint.source_id,
+        fingerprint=checkpoint.fingerprint,
+        data=about["data"],
+        tokens=about["tokens"],
+        seq_len=about["seq_len"],
+        seed=seed,
+        layers=measure_forgetting(
+            model, windows, batch_size=batch_size or max(1, BATCH_TOKENS // about["seq_len"]), calibrate=calibrate
+        ),
+    )

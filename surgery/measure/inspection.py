@@ -1,0 +1,182 @@
+"""What a checkpoint is, read from its config, its headers and two small tensors a layer."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ...base.console import counted, human_count
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.licenses import license_text
+from ..checkpoint.sources import tokenizer_file_name
+from .forgetting import static_forgetting
+
+SCHEMA_VERSION = 1
+_GEOMETRY = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_heads",
+    "head_dim",
+    "state_size",
+    "n_groups",
+    "conv_kernel",
+    "vocab_size",
+    "use_bias",
+    "use_conv_bias",
+    "residual_in_fp32",
+    "time_step_limit",
+)
+_SWAPPED_KEYS = ("beta_rank", "beta_groups", "beta_scale_form", "train_prior")
+
+
+@dataclass(frozen=True)
+class LayerFigures:
+    """One layer. Both figures are static estimates, from A_log and dt_bias alone.
+
+    Attributes:
+        layer: its index.
+        swapped: whether it is Palimpsa-M already.
+        static_rate: nats forgotten a token, mean over heads.
+        static_window: tokens remembered, mean over heads.
+        parameters: how many numbers the layer has, its block norm included.
+    """
+
+    layer: int
+    swapped: bool
+    static_rate: float
+    static_window: float
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The facts about a checkpoint that need no text and no model run.
+
+    Attributes:
+        source: Hub id or folder name.
+        layout: see `Checkpoint`.
+        geometry: sizes and switches of the model; an upper limit of None means none.
+        parameters: numbers stored once, so a tied head is not counted.
+        bytes: of those numbers as stored.
+        dtypes: how many parameters are in which dtype.
+        tied: whether head and embedding are one matrix.
+        files: names of the weight files.
+        tokenizer_files: names; empty when the folder has no tokenizer.
+        fingerprint: identity of the weights.
+        license: as the source's card names it.
+        base_model: as the source's card names it.
+        swapped_layers: layers that are Palimpsa-M already.
+        swapped_geometry: rank, groups, scale form of those layers.
+        layers: per layer figures.
+        dropped: source tensors that the model does not need, with reasons.
+        warnings: what was odd about the checkpoint.
+    """
+
+    source: str
+    layout: str
+    geometry: dict[str, Any]
+    parameters: int
+    bytes: int
+    dtypes: dict[str, int]
+    tied: bool
+    files: tuple[str, ...]
+    tokenizer_files: tuple[str, ...]
+    fingerprint: str
+    license: str | list[str] | None
+    base_model: str | None
+    swapped_layers: tuple[int, ...]
+    swapped_geometry: dict[str, Any]
+    layers: tuple[LayerFigures, ...]
+    dropped: tuple[tuple[str, str], ...]
+    warnings: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for strict JSON."""
+        return {"schema_version": SCHEMA_VERSION, "figures": "static", **asdict(self)}
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Two columns, fact and value, for a table on a terminal."""
+        sizes = self.geometry
+        shared = "tied to the embedding" if self.tied else "a matrix of its own"
+        rows = [
+            ("checkpoint", self.source),
+            ("layout", self.layout),
+            ("parameters", f"{human_count(self.parameters)} ({_dtypes(self.dtypes)})"),
+            ("layers", str(sizes["num_hidden_layers"])),
+            ("width", str(sizes["hidden_size"])),
+            ("heads", f"{sizes['num_heads']} of {sizes['head_dim']}, in {counted(sizes['n_groups'], 'group')}"),
+            ("state size", str(sizes["state_size"])),
+            ("vocabulary", f"{sizes['vocab_size']} rows, head {shared}"),
+            ("swapped layers", ", ".join(map(str, self.swapped_layers)) or "none"),
+            ("tokenizer", ", ".join(self.tokenizer_files) or "none in the folder"),
+            ("licence", license_text(self.license, "{}") or "not stated"),
+            ("files", ", ".join(self.files)),
+            ("fingerprint", self.fingerprint),
+        ]
+        rows += [("not used", f"{name}: {reason}") for name, reason in self.dropped]
+        return rows + [("warning", text) for text in self.warnings]
+
+    def layer_rows(self) -> list[tuple[int, str, float, float]]:
+        """One row a layer for a table with `LAYER_HEADERS`."""
+        return [
+            (figures.layer, "Palimpsa-M" if figures.swapped else "Mamba2", figures.static_window, figures.static_rate)
+            for figures in self.layers
+        ]
+
+
+LAYER_HEADERS = ("layer", "kind", "static window (tokens)", "static rate (nats a token)")
+
+
+def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
+    """Collects the facts; reads the headers and A_log and dt_bias of each layer, no other weights.
+
+    Args:
+        checkpoint: an open checkpoint.
+    """
+    entries = checkpoint.tensors.values()
+    dtypes: Counter[str] = Counter()
+    by_layer: Counter[int] = Counter()
+    for entry in entries:
+        numbers = math.prod(entry.shape)
+        dtypes[str(entry.dtype).removeprefix("torch.")] += numbers
+        parts = entry.name.split(".")
+        if parts[1] == "layers":
+            by_layer[int(parts[2])] += numbers
+    config = checkpoint.config
+    return Inspection(
+        source=checkpoint.source_id,
+        layout=checkpoint.layout,
+        geometry={key: _finite(config[key]) for key in _GEOMETRY},
+        parameters=sum(dtypes.values()),
+        bytes=sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries),
+        dtypes=dict(dtypes.most_common()),
+        tied=config["tie_word_embeddings"],
+        files=tuple(sorted({entry.file for entry in entries})),
+        tokenizer_files=tuple(map(tokenizer_file_name, checkpoint.tokenizer_files)),
+        fingerprint=checkpoint.fingerprint,
+        license=checkpoint.license,
+        base_model=checkpoint.base_model,
+        swapped_layers=checkpoint.palimpsa_layers,
+        swapped_geometry={key: config[key] for key in _SWAPPED_KEYS if key in config},
+        layers=tuple(
+            LayerFigures(figures.layer, figures.swapped, figures.rate, figures.window, by_layer[figures.layer])
+            for figures in static_forgetting(checkpoint).layers
+        ),
+        dropped=tuple((item.source_name, item.reason) for item in checkpoint.dropped),
+        warnings=checkpoint.notes,
+    )
+
+
+def _finite(value: Any) -> Any:
+    """An infinite limit as None: strict JSON has no infinity."""
+    if isinstance(value, (tuple, list)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and math.isinf(value) else value
+
+
+def _dtypes(counts: dict[str, int]) -> str:
+    if len(counts) == 1:
+        return next(iter(counts))
+    return ", ".join(f"{human_count(count)} {dtype}" for dtype, count in counts.items())

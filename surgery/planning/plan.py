@@ -1,0 +1,270 @@
+"""plan.yaml: the surgery as data, complete before a tensor moves, meant to be read and edited by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, StrictBool, ValidationInfo, field_validator, model_validator
+
+from ...base.console import counted
+from ...base.errors import SchemaError, UsageError
+from ...base.files import write_text
+from ...base.schemas import StrictModel, current_version, dump_yaml, option_name, read_model, validate_model
+from ..measure.profile import Profile
+from .strategies import DEFAULT_RULE, RULES, check_rule, choose_layers
+
+if TYPE_CHECKING:
+    from ..checkpoint.checkpoint import Checkpoint
+
+EXPLICIT = "explicit"
+DEFAULT_LAYERS = 8
+_MOST_DIGITS = 9
+DEFAULT_STRENGTH = 0.1
+DEFAULT_FORMS = {"identity": "abs", "calibrated": "abs", "paper": "softplus"}
+OPTIONS = ("layers", "rule", "init", "strength", "beta_rank", "beta_groups", "seed")
+"""Keys that the command line has an option for."""
+SHARED_KEYS = ("beta_rank", "beta_groups", "beta_scale_form", "train_prior")
+Whole = Annotated[int, Field(strict=True)]
+"""YAML's true is no 1."""
+Index = Annotated[Whole, Field(ge=0)]
+
+HEADER = """\
+# Which layers of {source} become Palimpsa-M, and how they start. Edit it by hand as you like.
+#   layers           numbers from 0, without those that are swapped already
+#   rule             how they were chosen ({rules}), or "explicit"
+#   init             identity: the same logits as the source; calibrated: the same output scale of each head at a mean
+#                    importance growth of `strength`; paper: the random start of the paper
+#   beta_rank        rank R of the importance gate; beta_groups: importances per head, a divisor of head_dim
+#   beta_scale_form  abs or softplus; train_prior: whether fine-tuning moves the prior; seed: of the random parts
+"""
+
+
+class Plan(StrictModel):
+    """The file plan.yaml; `HEADER` says what each key means to the person who edits it.
+
+    Attributes:
+        fingerprint: of the checkpoint that the plan was made for.
+        strength: mean importance growth E[J] / I_prior of the calibrated start; null for the other starts.
+        reasons: one line for each layer; a reason of a layer that is not listed any more is dropped on reading.
+    """
+
+    source: str
+    fingerprint: str
+    rule: str = EXPLICIT
+    layers: Annotated[tuple[Index, ...], Field(min_length=1)]
+    init: Literal["identity", "calibrated", "paper"] = "identity"
+    strength: Annotated[Annotated[float, Field(gt=0, le=10, strict=True)] | None, Field(validate_default=True)] = None
+    beta_rank: Annotated[Whole, Field(ge=1)]
+    beta_groups: Annotated[Whole, Field(ge=1)]
+    beta_scale_form: Literal["abs", "softplus"] = "abs"
+    train_prior: StrictBool = True
+    seed: Annotated[Whole, Field(ge=0, lt=2**63)] = 0
+    reasons: dict[int, str] = Field(default_factory=dict)
+
+    @field_validator("layers")
+    @classmethod
+    def _sorted_once(cls, layers: tuple[int, ...]) -> tuple[int, ...]:
+        twice = sorted({layer for layer in layers if layers.count(layer) > 1})
+        if twice:
+            raise ValueError(f"layer {twice[0]} is listed twice; list each layer once")
+        return tuple(sorted(layers))
+
+    @field_validator("rule")
+    @classmethod
+    def _known_rule(cls, rule: str) -> str:
+        if rule not in (*RULES, EXPLICIT):
+            raise ValueError(f"no such rule {rule!r}; choose one of {', '.join(RULES)}, {EXPLICIT}")
+        return rule
+
+    @field_validator("strength")
+    @classmethod
+    def _of_the_calibrated_start(cls, strength: float | None, others: ValidationInfo) -> float | None:
+        init = others.data.get("init")
+        if init == "calibrated" and strength is None:
+            raise ValueError(f"is missing; init calibrated needs it, for example {DEFAULT_STRENGTH}")
+        if init not in ("calibrated", None) and strength is not None:
+            raise ValueError(f"belongs to init calibrated, not to {init}; leave it out, or make it null in a plan")
+        return strength
+
+    @field_validator("beta_scale_form")
+    @classmethod
+    def _has_a_gradient(cls, form: str, others: ValidationInfo) -> str:
+        if form == "softplus" and others.data.get("init") == "identity":
+            raise ValueError("is softplus, but init identity needs abs: a softplus that small has no gradient left")
+        return form
+
+    @model_validator(mode="after")
+    def _without_stale_reasons(self) -> Plan:
+        kept = {layer: self.reasons[layer] for layer in self.layers if layer in self.reasons}
+        if kept != self.reasons:
+            object.__setattr__(self, "reasons", kept)
+        return self
+
+    def check_source(self, checkpoint: Checkpoint, where: str = "plan.yaml") -> None:
+        """Raises unless the plan was made for this checkpoint and can be carried out on it.
+
+        Args:
+            checkpoint: the source.
+            where: the file that the message names.
+
+        Raises:
+            SchemaError: another fingerprint, a layer out of range or swapped already, sizes that do not fit the model.
+        """
+        if not checkpoint.matches(self.fingerprint):
+            raise SchemaError(
+                f"{where}:fingerprint: the plan was made for {self.source} ({self.fingerprint[:12]}), not for "
+                f"{checkpoint.source_id} ({checkpoint.fingerprint[:12]}); make a plan for this checkpoint"
+            )
+        for key, fault in self._misfits(checkpoint):
+            raise SchemaError(f"{where}:{key}: {fault}")
+
+    def _misfits(self, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+        """The keys that this checkpoint cannot have as they are, each with what is wrong."""
+        config = checkpoint.config
+        swapped = tuple(config.get("palimpsa_layers") or ())
+        for fault in _bad_layers(self.layers, config["num_hidden_layers"], swapped):
+            yield "layers", fault
+        if config["head_dim"] % self.beta_groups:
+            yield "beta_groups", f"{self.beta_groups} does not divide head_dim {config['head_dim']}; choose a divisor"
+        if self.beta_rank > config["hidden_size"]:
+            yield (
+                "beta_rank",
+                f"{self.beta_rank} is more than hidden_size {config['hidden_size']}; choose a smaller rank",
+            )
+        for key in SHARED_KEYS if swapped else ():
+            mine, theirs = getattr(self, key), config[key]
+            if mine != theirs:
+                yield (
+                    key,
+                    f"{mine} differs from {theirs}, which the swapped layers of {checkpoint.source_id} have; one model "
+                    f"has one {key}, so keep theirs",
+                )
+
+
+def parse_layers(text: str) -> int | tuple[int, ...]:
+    """`8` is a count, `8,` and `4,8,11` are lists of layers.
+
+    Raises:
+        UsageError: not numbers, negative, empty or with a layer twice.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    is_list = len(parts) > 1
+    if is_list and parts[-1] == "":
+        parts.pop()
+    if not parts or not all(part.isascii() and part.isdigit() for part in parts):
+        raise UsageError(f"--layers {text}: expected a count such as 8, or a list such as 4,8,11 (one layer: 8,)")
+    longest = max(map(len, parts))
+    if longest > _MOST_DIGITS:
+        raise UsageError(f"--layers {text[:12]}...: has a number of {longest:,} digits; no model has so many layers")
+    numbers = tuple(int(part) for part in parts)
+    if not is_list:
+        if numbers[0] < 1:
+            raise UsageError(f"--layers {text}: the count must be at least 1 (layer 0 alone is written 0,)")
+        return numbers[0]
+    twice = sorted({number for number in numbers if numbers.count(number) > 1})
+    if twice:
+        raise UsageError(f"--layers {text}: layer {twice[0]} is listed twice; list each layer once")
+    return numbers
+
+
+def _bad_layers(layers: Sequence[int], num_layers: int, swapped: Sequence[int]) -> Iterator[str]:
+    """What is wrong with each layer that the model has not, or that is Palimpsa-M already."""
+    for layer in layers:
+        if layer >= num_layers:
+            yield f"layer {layer}: the model has {counted(num_layers, 'layer')}, 0 to {num_layers - 1}"
+        if layer in swapped:
+            listed = ", ".join(str(number) for number in swapped)
+            yield f"layer {layer}: is Palimpsa-M already (swapped: {listed}); choose plain Mamba2 layers"
+
+
+def make_plan(
+    checkpoint: Checkpoint,
+    profile: Profile | None = None,
+    *,
+    layers: int | Sequence[int] = DEFAULT_LAYERS,
+    rule: str = DEFAULT_RULE,
+    init: str = "identity",
+    strength: float | None = None,
+    beta_rank: int | None = None,
+    beta_groups: int | None = None,
+    beta_scale_form: str | None = None,
+    train_prior: bool | None = None,
+    seed: int = 0,
+) -> Plan:
+    """Chooses the layers and completes every number of the surgery.
+
+    Args:
+        checkpoint: the source.
+        profile: its profile; needed when `layers` is a count.
+        layers: a count for `rule`, or the layers themselves (then `rule` is not used).
+        rule: a key of `strategies.RULES`.
+        init: `identity`, `calibrated` or `paper`.
+        strength: mean importance growth of the calibrated start, `DEFAULT_STRENGTH` when None.
+        beta_rank: default hidden_size / 16, at least 1; a converted source's own when it has one.
+        beta_groups: default head_dim (the paper's: one importance gate per channel).
+        beta_scale_form: default by start, `abs` (identity, calibrated) or `softplus` (paper).
+        train_prior: default true.
+        seed: of random draws: the rule `random`, and the starts.
+
+    Raises:
+        UsageError: layers that do not exist or are swapped, a count without a profile, options that contradict.
+        SchemaError: a profile of another checkpoint.
+    """
+    config = checkpoint.config
+    swapped = tuple(config.get("palimpsa_layers") or ())
+    check_rule(rule)
+    if profile is not None:
+        profile.check_source(checkpoint)
+    if isinstance(layers, int):
+        if profile is None:
+            raise UsageError(
+                f"--layers {layers}: a count needs a profile to choose by; measure first, or list the layers"
+            )
+        choice = choose_layers(profile, layers, rule, seed=seed)
+        rule, layers, reasons = choice.rule, choice.layers, choice.reasons
+    else:
+        for fault in _bad_layers(layers, config["num_hidden_layers"], swapped):
+            raise UsageError(f"--layers: {fault}")
+        rule, reasons = EXPLICIT, {layer: _asked_for(profile, layer) for layer in layers}
+    if init == "calibrated" and strength is None:
+        strength = DEFAULT_STRENGTH
+    inherited = config if swapped else {}
+
+    def default(value: object, key: str, otherwise: object) -> object:
+        return value if value is not None else inherited.get(key, otherwise)
+
+    values = {
+        "source": checkpoint.source_id,
+        "fingerprint": checkpoint.fingerprint,
+        "rule": rule,
+        "layers": tuple(layers),
+        "init": init,
+        "strength": strength,
+        "beta_rank": default(beta_rank, "beta_rank", max(1, config["hidden_size"] // 16)),
+        "beta_groups": default(beta_groups, "beta_groups", config["head_dim"]),
+        "beta_scale_form": default(beta_scale_form, "beta_scale_form", DEFAULT_FORMS.get(init, "abs")),
+        "train_prior": default(train_prior, "train_prior", True),
+        "seed": seed,
+        "reasons": reasons,
+    }
+    values["schema_version"] = current_version(Plan)
+    plan = validate_model(Plan, values, "plan", error=UsageError, options=OPTIONS)
+    for key, fault in plan._misfits(checkpoint):
+        raise UsageError(f"{option_name(key) if key in OPTIONS else f'plan:{key}'}: {fault}")
+    return plan
+
+
+def _asked_for(profile: Profile | None, layer: int) -> str:
+    return "asked for" if profile is None else f"asked for, window {profile.layers[layer].window:.4g} tokens"
+
+
+def write_plan(plan: Plan, path: str | Path) -> None:
+    """Writes plan.yaml, with a head that explains its keys."""
+    write_text(path, HEADER.format(source=plan.source, rules=", ".join(RULES)) + dump_yaml(plan))
+
+
+def read_plan(path: str | Path) -> Plan:
+    """Reads plan.yaml; `SchemaError` names file and key of a mistake, and the nearest key that exists."""
+    return read_model(Plan, path)

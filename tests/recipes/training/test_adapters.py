@@ -1,0 +1,321 @@
+"""LoRA: the new parameters go along, and adapter + base = merged = the trained model."""
+
+import json
+import os
+import shutil
+import sys
+import types
+
+import pytest
+import torch
+from palimpsa_surgery.base.errors import CheckpointError, OutputExistsError, UsageError
+from palimpsa_surgery.recipes.training import loop, modes
+from palimpsa_surgery.recipes.training import saving as export
+from palimpsa_surgery.recipes.training.adapters import adapter_scale, find_adapter, load_adapter, merge, save_adapter
+from palimpsa_surgery.recipes.training.finetune import finetune
+from palimpsa_surgery.recipes.training.modes import check_coverage, coverage, coverage_table
+from palimpsa_surgery.recipes.training.recipe import load_recipe
+from palimpsa_surgery.surgery.checkpoint.checkpoint import open_checkpoint
+from palimpsa_surgery.surgery.checkpoint.loading import load_model
+from safetensors.torch import load_file, save_file
+from tiny import make_model, save_folder
+
+pytest.importorskip("peft")
+
+ADVICE = "put the files of its tokenizer there again, or remove those that are there"
+IDS = torch.arange(30).view(1, 30)
+
+
+@pytest.fixture(autouse=True)
+def without_code(monkeypatch):
+    """Bundling the code is tested where it is written."""
+    monkeypatch.setattr(export, "bundle_remote_code", lambda folder: ())
+
+
+@pytest.fixture
+def lora(recipe):
+    return {**recipe, "mode": "lora", "lora": {"rank": 2, "alpha": 8, "dropout": 0.1}, "lr": 1e-2}
+
+
+@pytest.fixture
+def run(model_folder, lora, tmp_path, monkeypatch):
+    """A finished run, and the logits of the model in memory at its end."""
+    seen = {}
+    original = loop.train
+
+    def watched(training):
+        original(training)
+        model = training.module.model.eval()
+        seen["logits"] = model(input_ids=IDS).logits.detach()
+        seen["trained"] = [name for name, p in model.named_parameters() if p.requires_grad]
+
+    monkeypatch.setattr("palimpsa_surgery.recipes.training.finetune.train", watched)
+    return finetune(model_folder, lora, tmp_path / "run"), seen
+
+
+def close(one, other):
+    return (one - other).norm() <= 1e-5 * other.norm()  # fp32
+
+
+def test_a_base_with_a_damaged_tokenizer_is_refused_by_what_merge_can_do(run, model_folder, tmp_path):
+    base = shutil.copytree(model_folder, tmp_path / "base")
+    (base / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=rf"its tokenizer cannot be read \(.*\); {ADVICE}$"):
+        merge(run[0].folder, tmp_path / "merged", base=base)
+    assert not (tmp_path / "merged").exists()
+
+
+def half_missing(tensors, name):
+    del tensors[name]
+
+
+def other_rows(tensors, name):
+    tensors[name] = tensors[name][:1].contiguous()
+
+
+def not_finite(tensors, name):
+    tensors[name][0] = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("damage", "part", "message"),
+    [
+        (half_missing, "lora_B", "the adapter's part of .* does not fit its shape"),
+        (other_rows, "lora_B", "the adapter's part of .* does not fit its shape"),
+        (other_rows, "beta_down", "the adapter's part of .*beta_down.* does not fit its shape"),
+        (not_finite, "lora_A", "adapter_model.safetensors: tensor .*lora_A.* holds values that are not finite"),
+        (None, "", "adapter_model.safetensors: is cut short"),
+    ],
+)
+def test_a_damaged_adapter_is_refused_by_the_tensor(run, model_folder, tmp_path, damage, part, message):
+    adapter = shutil.copytree(run[0].folder / "adapter", tmp_path / "adapter")
+    path = adapter / "adapter_model.safetensors"
+    if damage is None:
+        os.truncate(path, 2000)
+    else:
+        tensors = load_file(path)
+        damage(tensors, next(name for name in tensors if part in name))
+        save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=message):
+        merge(adapter, tmp_path / "merged", base=model_folder)
+    assert not (tmp_path / "merged").exists()
+
+
+def test_adapter_and_base_merged_and_trained_are_one_model(run, model_folder, tmp_path):
+    result, seen = run
+    base = load_model(model_folder)(input_ids=IDS).logits
+    assert (seen["logits"] - base).norm() > 1e-2 * base.norm()
+    assert close(load_adapter(result.folder, model_folder)(input_ids=IDS).logits, seen["logits"])
+    assert close(load_model(result.final)(input_ids=IDS).logits, seen["logits"])
+    merged = merge(result.folder, tmp_path / "merged", base=model_folder)
+    assert close(load_model(merged)(input_ids=IDS).logits, seen["logits"])
+
+
+def test_new_parameters_are_trained_and_stored_with_the_adapter(run, model_folder):
+    result, seen = run
+    assert sum(".metaplasticity.modules_to_save." in name for name in seen["trained"]) == 4
+    assert all("lora_" in name or ".metaplasticity.modules_to_save." in name for name in seen["trained"])
+    stored = load_file(result.folder / "adapter" / "adapter_model.safetensors")
+    source = load_file(model_folder / "model.safetensors")
+    for part in ("beta_down.weight", "beta_up.weight", "beta_scale", "log_prior"):
+        name = f"backbone.layers.1.mixer.metaplasticity.{part}"
+        assert not torch.equal(stored[f"base_model.model.{name}"], source[name]), part
+
+
+def test_the_final_model_differs_from_the_base_only_where_it_trained(run, model_folder):
+    final, source = (load_file(f / "model.safetensors") for f in (run[0].final, model_folder))
+    changed = {name for name, tensor in final.items() if not torch.equal(tensor, source[name])}
+    assert changed == {n for n in source if "metaplasticity" in n or "in_proj.weight" in n or "out_proj.weight" in n}
+
+
+def test_files_name_the_base_without_its_path(run, model_folder):
+    folder = run[0].folder / "adapter"
+    for name in ("adapter_config.json", "adapter_source.json"):
+        assert str(model_folder.parent) not in (folder / name).read_text()
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == model_folder.name
+
+
+def test_a_base_in_a_folder_must_be_given(run):
+    with pytest.raises(UsageError, match=r"a model folder named 'model', .*--base"):
+        load_adapter(run[0].folder)
+
+
+def test_another_base_is_refused(run, tmp_path):
+    other = save_folder(make_model(layers=[0]), tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"not the model that the adapter was trained on \(model, layers \[1\]"):
+        merge(run[0].folder, tmp_path / "merged", base=other)
+
+
+@pytest.mark.parametrize(
+    ("out", "kept"),
+    [("tuned", "adapter"), (".", "[^ ]+"), ("models", "base"), ("tuned/adapter", "adapter"), ("free", "mine.txt")],
+)
+def test_force_deletes_neither_the_adapter_nor_its_base(run, model_folder, tmp_path, out, kept):
+    adapter, base = tmp_path / "tuned" / "adapter", tmp_path / "models" / "base"
+    shutil.copytree(run[0].folder / "adapter", adapter)
+    shutil.copytree(model_folder, base)
+    (tmp_path / "free").mkdir()
+    (tmp_path / "free" / "mine.txt").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(OutputExistsError, match=rf"replacing (this|it) would delete {kept}[,;]"):
+        merge(adapter, tmp_path / out, base=base, force=True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_merging_over_something_needs_force(run, model_folder, tmp_path):
+    target = tmp_path / "merged"
+    merge(run[0].folder, target, base=model_folder)
+    with pytest.raises(OutputExistsError, match="--force"):
+        merge(run[0].folder, target, base=model_folder)
+    merge(run[0].folder / "adapter", target, base=model_folder, dtype="bfloat16", force=True)
+    assert load_file(target / "model.safetensors")["backbone.embeddings.weight"].dtype == torch.bfloat16
+
+
+def test_a_dtype_that_is_none_is_named(tmp_path):
+    with pytest.raises(UsageError, match="--dtype int8: there is no such dtype; choose one of source, float32"):
+        merge(tmp_path, tmp_path / "merged", dtype="int8")
+
+
+def test_a_folder_without_an_adapter_is_named(model_folder):
+    with pytest.raises(UsageError, match="holds no adapter"):
+        find_adapter(model_folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"peft_type": "IA3"}, "the adapter is IA3"),
+        ({"peft_type": "LORA", "use_dora": True}, "LORA with use_dora"),
+        ({"peft_type": "LORA", "lora_bias": True}, "LORA with lora_bias"),
+        ({"peft_type": "LORA", "lora_alpha": 8}, "adapter_config.json:r: is None, expected a number above 0"),
+        ({"peft_type": "LORA", "r": 0, "lora_alpha": 8}, "adapter_config.json:r: is 0, expected a number above 0"),
+        ({"peft_type": "LORA", "r": 4, "lora_alpha": "x"}, "adapter_config.json:lora_alpha: is 'x', expected a number"),
+    ],
+)
+def test_other_kinds_of_adapters_are_refused(config, message):
+    with pytest.raises(UsageError, match=message):
+        adapter_scale(config)
+    assert adapter_scale({"peft_type": "LORA", "r": 4, "lora_alpha": 8}) == 2
+    assert adapter_scale({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_rslora": True}) == 4
+
+
+@pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga"])
+@pytest.mark.parametrize("use", [merge, lambda run, out, base: load_adapter(run, base)], ids=["merge", "load"])
+def test_an_adapter_whose_start_changes_its_base_is_refused(run, model_folder, tmp_path, start, use):
+    settings = run[0].folder / "adapter" / "adapter_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "init_lora_weights": start}))
+    with pytest.raises(UsageError, match=rf"init_lora_weights: is '{start}', .*path_initial_model_for_weight_conver"):
+        use(run[0].folder, tmp_path / "out", base=model_folder)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("start", ["gaussian", "orthogonal", "mica"])
+def test_an_adapter_whose_start_keeps_its_base_is_merged_as_peft_does(model_folder, tmp_path, start):
+    import peft
+
+    checkpoint = open_checkpoint(model_folder)
+    config = peft.LoraConfig(r=2, target_modules=["in_proj", "out_proj"], init_lora_weights=start)
+    tuned = peft.get_peft_model(load_model(checkpoint), config)
+    for name, parameter in tuned.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter.data, std=0.05)
+    trained = {name: parameter.detach() for name, parameter in tuned.named_parameters()}
+    save_adapter(tuned, trained, checkpoint, tmp_path / "adapter")
+    merged = load_model(merge(tmp_path / "adapter", tmp_path / "merged", base=model_folder))
+    assert close(merged(input_ids=IDS).logits, tuned.eval()(input_ids=IDS).logits)
+
+
+def test_a_killed_lora_run_goes_on_bit_for_bit(model_folder, lora, tmp_path, interrupted):
+    lora = {**lora, "steps": 4, "save_every": 2}
+    whole = finetune(model_folder, lora, tmp_path / "whole")
+    interrupted(3, model_folder, lora, tmp_path / "run")
+    result = finetune(model_folder, lora, tmp_path / "run", resume=True)
+    ours, theirs = (load_file(r.folder / "adapter" / "adapter_model.safetensors") for r in (result, whole))
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (["q_proj"], "q_proj matches no module"),
+        (["lm_head"], "lm_head is tied"),
+        (["embeddings"], "embeddings is tied"),
+        (["beta_up"], "beta_up is new and is trained whole"),
+        (["layers.0.mixer.in_proj"], "none of them is in a swapped layer"),
+    ],
+)
+def test_targets_that_make_no_sense_are_refused(targets, message, model):
+    recipe = load_recipe({"steps": 1, "mode": "lora", "lora": {"targets": targets}})
+    with pytest.raises(UsageError, match=message):
+        check_coverage(coverage(model, targets, [1]), recipe, [1], tied=True)
+
+
+@pytest.mark.parametrize(
+    ("targets", "kind"),
+    [
+        (["in_proj", "conv1d"], "conv1d is a CausalConv1d"),
+        (["in_proj", "embeddings"], "embeddings is a"),
+        (["norm"], "norm is"),
+    ],
+)
+def test_targets_that_are_no_matrices_are_refused(targets, kind):
+    model = make_model(layers=[1], tie_word_embeddings=False)
+    recipe = load_recipe({"steps": 1, "mode": "lora", "lora": {"targets": targets, "rank": 4}})
+    with pytest.raises(UsageError, match=f"lora.targets: {kind}.*expected a linear layer such as in_proj"):
+        modes.add_adapters(model, recipe, [1])
+
+
+def test_force_allows_adapters_on_source_layers_alone(model):
+    targets = ["layers.0.mixer.in_proj"]
+    recipe = load_recipe({"steps": 1, "mode": "lora", "lora": {"targets": targets, "force": True}})
+    check_coverage(coverage(model, targets, [1]), recipe, [1], tied=True)
+
+
+def test_the_table_counts_both_kinds_of_layer():
+    model = make_model(layers=[1, 2], num_hidden_layers=5)
+    text = coverage_table(coverage(model, ["in_proj", "lm_head"], [1, 2]), [1, 2], model)
+    rows = [line.split() for line in text.splitlines()]
+    assert rows[2:] == [["in_proj", "2", "3"], ["lm_head", "0", "1"]]
+
+
+def test_without_peft_the_message_says_what_to_install(model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UsageError, match=r"needs the package peft, .*install palimpsa-surgery\[train\]"):
+        modes.add_adapters(model, load_recipe({"steps": 1, "mode": "lora"}), [1])
+
+
+@pytest.fixture
+def bitsandbytes(monkeypatch):
+    """Stands in for the package, which needs a GPU: remembers what it was asked to quantise."""
+
+    class Params4bit(torch.nn.Parameter):
+        def __new__(cls, data, requires_grad=True, quant_type=None):
+            parameter = super().__new__(cls, data, requires_grad)
+            parameter.quant_type = quant_type
+            return parameter
+
+    class Linear4bit(torch.nn.Linear):
+        def __init__(self, inputs, outputs, bias, compute_dtype, quant_type):
+            super().__init__(inputs, outputs, bias=bias)
+
+    module = types.ModuleType("bitsandbytes.nn")
+    module.Linear4bit, module.Params4bit = Linear4bit, Params4bit
+    monkeypatch.setitem(sys.modules, "bitsandbytes.nn", module)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return module
+
+
+def test_only_input_projections_are_quantised(bitsandbytes, model):
+    before = model(input_ids=IDS).logits
+    modes.quantise_frozen(model)
+    short = {name for name, module in model.named_modules() if isinstance(module, bitsandbytes.Linear4bit)}
+    assert short == {f"backbone.layers.{layer}.mixer.in_proj" for layer in (0, 1)}
+    assert not any(model.get_submodule(name).weight.requires_grad for name in short)
+    torch.testing.assert_close(model(input_ids=IDS).logits, before)
+
+
+def test_without_bitsandbytes_the_message_says_so(model, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.nn", None)
+    with pytest.raises(UsageError, match=r"needs the package bitsandbytes, .*install palimpsa-surgery\[qlora\]"):
+        modes.quantise_frozen(model)

@@ -1,0 +1,234 @@
+"""What may start in a run folder, what may go on there, and that nothing is lost before something takes its place."""
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+from palimpsa_surgery.base.errors import OutputError, OutputExistsError, PalimpsaError, TrainingError, UsageError
+from palimpsa_surgery.recipes.data.packing import IGNORED, TokenStream
+from palimpsa_surgery.recipes.training import run_folder
+from palimpsa_surgery.recipes.training.finetune import finetune
+from palimpsa_surgery.recipes.training.loop import check_batch
+from palimpsa_surgery.recipes.training.metrics import read_metrics
+from palimpsa_surgery.recipes.training.recipe import load_recipe
+from palimpsa_surgery.recipes.training.run_folder import MAY_CHANGE, recipe_changes
+
+
+def snapshot(folder):
+    """Path -> content of every file below, and every folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.fixture
+def finished(model_folder, recipe, tmp_path):
+    """The recipe and the folder of a run that ended, with a checkpoint."""
+    recipe = {**recipe, "steps": 2, "save_every": 1}
+    finetune(model_folder, recipe, tmp_path / "run")
+    return recipe, tmp_path / "run"
+
+
+FAULTS = {
+    "no such text": ["data.train=typo.jsonl"],
+    "no such tokenizer": ["data.tokenizer=nowhere"],
+    "held-out text missing": ["data.val=typo.jsonl"],
+    "no such target": ["mode=lora", "lora.targets=[typo]"],
+    "no such device": ["mode=qlora"],
+    "no such loss": ["loss=liger"],
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_force_costs_nothing_when_the_new_run_cannot_start(fault, model_folder, finished):
+    recipe, out = finished
+    before = snapshot(out)
+    with pytest.raises(PalimpsaError):
+        finetune(model_folder, recipe, out, overrides=FAULTS[fault], force=True)
+    assert snapshot(out) == before
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_refused_run_leaves_no_folder(fault, model_folder, recipe, tmp_path):
+    with pytest.raises(PalimpsaError):
+        finetune(model_folder, recipe, tmp_path / "new" / "run", overrides=FAULTS[fault])
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("lr=0.5", r"run: was started with another recipe \(lr: [0-9.e-]+, now 0\.5\); go on with the recipe\.yaml"),
+        ("schedule=constant", "schedule: cosine, now constant"),
+        ("batch_size=8", "batch_size: 4, now 8"),
+        ("lora.alpha=5", r"lora\.alpha: 32\.0, now 5\.0"),
+        ("data.seq_len=12", r"data\.seq_len: \d+, now 12"),
+        ("steps=1", "steps: 2, now 1, and a run may only grow longer"),
+    ],
+)
+def test_a_run_goes_on_as_it_was_started(override, message, model_folder, finished):
+    recipe, out = finished
+    before = snapshot(out)
+    with pytest.raises(UsageError, match=message):
+        finetune(model_folder, recipe, out, overrides=[override], resume=True)
+    assert snapshot(out) == before
+
+
+def test_every_difference_is_named_at_once(recipe):
+    before, now = (load_recipe(recipe, changes) for changes in ((), ("lr=0.5", "seed=7", "lora.rank=3")))
+    assert [change.split(":")[0] for change in recipe_changes(before, now)] == ["lora.rank", "lr", "seed"]
+
+
+@pytest.mark.parametrize("key", sorted(MAY_CHANGE - {"steps", "tokens"}))
+def test_what_may_change_is_a_key_and_changes(key, recipe):
+    before = load_recipe(recipe)
+    value = before
+    for part in key.split("."):
+        value = getattr(value, part)
+    others = {"loss": "chunked", "save_dtype": "float32", "trackers": "[tensorboard]"}
+    other = others.get(key) or {bool: str(not value), int: "2" if value != 2 else "1"}.get(type(value), "other")
+    assert recipe_changes(before, load_recipe(recipe, [f"{key}={other}"])) == []
+
+
+def test_a_longer_run_may_not_move_the_stages_of_a_curriculum(recipe):
+    stages = {**recipe, "data": {**recipe["data"], "curriculum": [{"until": 0.5, "seq_len": 8}]}}
+    before, now = load_recipe(stages), load_recipe(stages, ["steps=100"])
+    assert "moves the stages of data.curriculum" in recipe_changes(before, now)[0]
+    assert recipe_changes(load_recipe(recipe), load_recipe(recipe, ["steps=100"])) == []
+
+
+def test_a_longer_run_goes_on(model_folder, finished):
+    recipe, out = finished
+    assert finetune(model_folder, recipe, out, overrides=["steps=3", "keep=1"], resume=True).steps == 3
+    assert "steps: 3" in (out / "recipe.yaml").read_text()
+
+
+def test_resume_needs_something_to_go_on_from(model_folder, recipe, finished, tmp_path):
+    with pytest.raises(UsageError, match=r"nothing: --resume finds no run here .*start it without --resume"):
+        finetune(model_folder, recipe, tmp_path / "nothing", resume=True)
+    assert not (tmp_path / "nothing").exists()
+    recipe, out = finished
+    shutil.rmtree(out / "checkpoints")
+    before = snapshot(out)
+    with pytest.raises(
+        UsageError, match=r"run: --resume finds no checkpoint, and from the start it would replace final/"
+    ):
+        finetune(model_folder, recipe, out, resume=True)
+    assert snapshot(out) == before
+
+
+def test_a_run_stopped_before_its_first_checkpoint_validates_its_start_once(
+    model_folder, recipe, tmp_path, interrupted
+):
+    recipe = {**recipe, "steps": 3, "save_every": 3, "eval_every": 1}
+    interrupted(1, model_folder, recipe, tmp_path / "run")
+    finetune(model_folder, recipe, tmp_path / "run", resume=True)
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines if line["kind"] == "validation"] == [0, 1, 2, 3]
+    assert [line["step"] for line in lines if line["kind"] == "start"] == [0]
+
+
+def test_what_no_run_wrote_is_not_replaced(model_folder, recipe, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "mine.txt").write_text("mine")
+    with pytest.raises(OutputExistsError, match=r"holds checkpoints and no recipe\.yaml, so no run wrote that"):
+        finetune(model_folder, recipe, tmp_path, force=True)
+    assert (tmp_path / "checkpoints" / "mine.txt").is_file()
+
+
+@pytest.mark.parametrize("inside", [".", "run", "a/b"])
+def test_a_run_does_not_go_into_the_model_it_trains(inside, model_folder, recipe, tmp_path):
+    model = shutil.copytree(model_folder, tmp_path / "model")
+    before = snapshot(model)
+    with pytest.raises(OutputExistsError, match="is the model to train, or inside it; give a run folder of its own"):
+        finetune(model, recipe, model / inside, force=True)
+    assert snapshot(model) == before
+
+
+def test_a_folder_in_use_is_refused(model_folder, finished):
+    recipe, out = finished
+    holder = textwrap.dedent(f"""
+        import sys
+        from pathlib import Path
+        from palimpsa_surgery.recipes.training.run_folder import held
+        with held(Path({str(out)!r})):
+            print("held", flush=True)
+            sys.stdin.read()
+    """)
+    with subprocess.Popen(
+        [sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ.copy()
+    ) as process:
+        assert process.stdout.readline() == "held\n"
+        before = snapshot(out)
+        for how in ({"resume": True}, {"force": True}):
+            with pytest.raises(OutputExistsError, match="run: another process trains here now; wait for it"):
+                finetune(model_folder, recipe, out, **how)
+        assert snapshot(out) == before
+        process.kill()
+    finetune(model_folder, recipe, out, resume=True)  # a killed run holds nothing
+
+
+def test_without_locks_the_run_goes_on_and_says_so(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(run_folder, "try_lock", lambda path, held: None)
+    with run_folder.held(tmp_path / "run"):
+        (tmp_path / "run" / "x").touch()
+    assert "cannot be locked on this system; start no second run there" in caplog.text
+    assert (tmp_path / "run" / "x").exists()
+
+
+def test_a_place_that_cannot_be_made_is_named(tmp_path, monkeypatch):
+    def mkdir(*args, **kwargs):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(run_folder.Path, "mkdir", mkdir)
+    message = r"run: cannot be made \(Read-only file system\); give another run folder"
+    with pytest.raises(OutputError, match=message), run_folder.held(tmp_path / "run"):
+        pass
+
+
+@pytest.fixture
+def blank(monkeypatch, recipe):
+    """blank(steps) -> a recipe in whose steps of these numbers (from 0) nothing is to be predicted."""
+    original, tokens = TokenStream.window, recipe["batch_size"] * recipe["data"]["seq_len"]
+
+    def make(steps):
+        def window(self, position, length):
+            found = original(self, position, length)
+            if position // tokens not in steps:
+                return found
+            return dataclasses.replace(found, targets=np.full_like(found.targets, IGNORED))
+
+        monkeypatch.setattr(TokenStream, "window", window)
+        return {**recipe, "data": {**recipe["data"], "val_fraction": 0}}
+
+    return make
+
+
+@pytest.mark.parametrize("steps", [{0}, {1, 2}, {3}], ids=str)
+def test_batches_with_nothing_to_predict_are_left_out(steps, model_folder, blank, tmp_path, caplog):
+    finetune(model_folder, blank(steps), tmp_path / "run")
+    lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"]
+    assert [line["step"] - 1 for line in lines] == sorted(set(range(4)) - steps)
+    assert all(line["loss"] > 0 for line in lines)
+    assert caplog.text.count("holds nothing to predict, so it trains nothing") == 1
+
+
+def test_a_text_with_nothing_to_predict_stops_the_run(model_folder, blank, tmp_path):
+    with pytest.raises(TrainingError, match=r"step 16: 16 batches held nothing to predict; raise data\.seq_len"):
+        finetune(model_folder, blank(range(99)), tmp_path / "run", overrides=["steps=40"])
+
+
+@pytest.mark.parametrize(("warmup", "said"), [(4, True), (9, True), (3, False), (0.5, False)])
+def test_a_warmup_as_long_as_the_run_is_said(warmup, said, model_folder, recipe, tmp_path, caplog):
+    finetune(model_folder, {**recipe, "warmup": warmup}, tmp_path / "run")
+    assert ("of 4 steps, so the learning rate never stays at its full height" in caplog.text) == said
+
+
+def test_a_batch_that_cannot_be_shared_is_refused_before_anything(model_folder, recipe):
+    with pytest.raises(
+        UsageError, match=r"batch_size \(4\) must be a multiple of micro_batch_size x processes \(2 x 3\)"
+    ):
+        check_batch(load_recipe({**recipe, "batch_size": 4, "micro_batch_size": 2}), 3)
