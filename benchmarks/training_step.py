@@ -19,9 +19,12 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from palimpsa_surgery.kernels.conv.causal_conv import resolve_conv_backend
-from palimpsa_surgery.kernels.metaplastic.scan import ScanShape, resolve_backend
-from palimpsa_surgery.kernels.ssd.mamba2_scan import resolve_ssd_backend
+from palimpsa_surgery.kernels.conv.causal_conv import CAUSAL_CONV
+from palimpsa_surgery.kernels.conv.types import ConvProblem
+from palimpsa_surgery.kernels.metaplastic.scan import METAPLASTIC_SCAN
+from palimpsa_surgery.kernels.metaplastic.types import ScanShape
+from palimpsa_surgery.kernels.ssd.mamba2_scan import MAMBA2_SCAN
+from palimpsa_surgery.kernels.ssd.types import SsdProblem
 from palimpsa_surgery.modeling import PalimpsaMamba2Config, PalimpsaMamba2ForCausalLM
 from palimpsa_surgery.recipes.training.losses import CausalLoss
 
@@ -106,19 +109,10 @@ def time_steps(module: CausalLoss, batch: int, length: int, warmup: int, steps: 
 
 def backends(module: CausalLoss, batch: int, length: int) -> str:
     """Which kernels run: metaplastic scan, plain scan, convolution."""
-    geometry, dtype = module.causal.config.mixer_geometry(), torch.bfloat16
-    shape = ScanShape(
-        batch,
-        length,
-        geometry.n_groups,
-        geometry.num_heads,
-        geometry.head_dim,
-        geometry.state_size,
-        geometry.beta_groups,
-        dtype,
-    )
-    scan = resolve_backend("auto", "cuda", shape)
-    return f"{scan}/{resolve_ssd_backend('auto', 'cuda', dtype)}/{resolve_conv_backend('auto', 'cuda', dtype)}"
+    g, dtype = module.causal.config.mixer_geometry(), torch.bfloat16
+    shape = ScanShape(batch, length, g.n_groups, g.num_heads, g.head_dim, g.state_size, g.beta_groups, dtype)
+    problems = {METAPLASTIC_SCAN: shape, MAMBA2_SCAN: SsdProblem(dtype), CAUSAL_CONV: ConvProblem(dtype)}
+    return "/".join(operator.resolve("auto", "cuda", problem) for operator, problem in problems.items())
 
 
 def main() -> None:

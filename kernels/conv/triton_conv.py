@@ -10,9 +10,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..common.triton_launch import on_device_of, unavailable
+from ..common.triton_launch import on_device_of
+from .types import ConvProblem
 
-__all__ = ["conv", "unavailable"]
+
+def unsupported(problem: ConvProblem) -> str | None:
+    """Why this problem cannot run, or None."""
+    return "it has no fp64" if problem.dtype == torch.float64 else None
 
 
 @triton.jit

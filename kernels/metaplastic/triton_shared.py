@@ -5,8 +5,6 @@ Everything is a matrix product over blocks of tokens, so this costs about what M
 are that many narrower heads. Letters as in `docs/kernels.md`: L decays from s to t, e from the block's start, w to its end.
 """
 
-import contextlib
-
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..common.triton_blocks import Blocks, clear_first_tokens, make_blocks
-from ..common.triton_launch import power_of_two
+from ..common.triton_launch import on_device_of, power_of_two
 from .kept import kept
 from .triton_backward import add_heads
 from .triton_states import block_states, dot_types, load_log_decay, reverse_states
@@ -285,14 +283,12 @@ class SharedScan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do, dM_last, dJ_last, _):
-        with (
-            torch.cuda.device(ctx.saved_tensors[2].device) if ctx.saved_tensors[2].is_cuda else contextlib.nullcontext()
-        ):
-            return SharedScan._backward(ctx, do, dM_last, dJ_last)
+        saved = ctx.saved_tensors  # once: activation checkpointing lets no tensor be unpacked twice
+        with on_device_of(saved[2]):
+            return SharedScan._gradients(*saved, do, dM_last, dJ_last, ctx.batch)
 
     @staticmethod
-    def _backward(ctx, do, dM_last, dJ_last):
-        q, k, v, beta, log_decay, prior, M0, J0, cu_seqlens = ctx.saved_tensors
+    def _gradients(q, k, v, beta, log_decay, prior, M0, J0, cu_seqlens, do, dM_last, dJ_last, batch):
         n_tokens, H, P = v.shape
         G, N = k.shape[1:]
         S, BN, BV = _tiles(k, v)
@@ -300,7 +296,7 @@ class SharedScan(torch.autograd.Function):
         half = dot == tl.bfloat16
         initial = None if M0 is None else (M0, J0)
         do = torch.zeros_like(v) if do is None else do.contiguous()
-        blocks = make_blocks(ctx.batch, n_tokens // ctx.batch, S, v.device, cu_seqlens)
+        blocks = make_blocks(batch, n_tokens // batch, S, v.device, cu_seqlens)
         store = torch.bfloat16 if half else torch.float32
         new = lambda *shape, dtype=torch.float32: torch.empty(*shape, dtype=dtype, device=v.device)  # noqa: E731
         M, J = _states(k, v, beta, log_decay, blocks, initial, store)
@@ -319,7 +315,7 @@ class SharedScan(torch.autograd.Function):
             *inputs, dq_h, dk_h, dv, db, dla, s, blocks.table, blocks.documents, blocks.count, *sizes, num_warps=4
         )
         if initial is None:
-            clear_first_tokens(dla, ctx.batch, cu_seqlens)
+            clear_first_tokens(dla, batch, cu_seqlens)
         dq, dk = (torch.zeros(n_tokens, G, N, dtype=torch.float32, device=v.device) for _ in range(2))
         add_heads(dq, dq_h, 0, H // G)
         add_heads(dk, dk_h, 0, H // G)

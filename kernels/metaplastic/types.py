@@ -1,5 +1,7 @@
 """What goes into the operator's backends and comes out of them."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import torch
@@ -13,14 +15,6 @@ class ScanState(NamedTuple):
     J: Tensor
 
 
-class ScanOutput(NamedTuple):
-    """A scan's `output` [B, T, H, P], its final `state`, and `variance` [B, T, H, g] when it was asked for."""
-
-    output: Tensor
-    state: ScanState
-    variance: Tensor | None = None
-
-
 class ScanShape(NamedTuple):
     """The sizes of one problem, for backends that must refuse some of them."""
 
@@ -32,5 +26,41 @@ class ScanShape(NamedTuple):
     state_size: int
     beta_groups: int
     dtype: torch.dtype
-    packed: bool = False
     variance: bool = False
+
+
+class ScanInputs(NamedTuple):
+    """What a backend is given: the arguments of `scan.metaplastic_scan`, checked.
+
+    For one step, those of `scan.metaplastic_step`: no tensor has the dimension T, and `initial_state` is written to.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    log_decay: Tensor
+    prior: Tensor
+    initial_state: ScanState | None = None
+    cu_seqlens: Tensor | None = None
+    chunk_size: int | None = None
+    variance: bool = False
+
+    @property
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        """q, k, v, beta, log_decay, prior, M and J of the initial state: what autograd functions take."""
+        return (*self[:6], *(self.initial_state or (None, None)))
+
+    @property
+    def shape(self) -> ScanShape:
+        k, v, beta = self.k, self.v, self.beta
+        dtype = torch.float64 if torch.float64 in (k.dtype, v.dtype, beta.dtype) else v.dtype
+        return ScanShape(*k.shape[:3], *v.shape[2:], k.shape[3], beta.shape[3], dtype, self.variance)
+
+
+class ScanOutput(NamedTuple):
+    """A scan's `output` [B, T, H, P], its final `state`, and `variance` [B, T, H, g] when it was asked for."""
+
+    output: Tensor
+    state: ScanState
+    variance: Tensor | None = None

@@ -15,8 +15,9 @@ from ...base.errors import UsageError
 from ...base.files import named_path, refuse_file_name, refuse_to_replace
 from ...base.text import data_name
 from ...kernels.backends import describe_device
-from ...kernels.metaplastic import scan as api
-from ...kernels.ssd import mamba2_scan as ssd
+from ...kernels.metaplastic.scan import METAPLASTIC_SCAN
+from ...kernels.ssd.mamba2_scan import MAMBA2_SCAN
+from ...kernels.ssd.types import SsdProblem
 from ...surgery.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ...surgery.checkpoint.loading import load_model
 from ...surgery.checkpoint.sources import files_read
@@ -193,8 +194,8 @@ def _backends(model: Any) -> dict[str, str]:
     """The kernels of each kind of layer on this device."""
     weight = model.get_input_embeddings().weight
     return {
-        "metaplastic scan": api.resolve_backend("auto", weight.device),
-        "mamba2 scan": ssd.resolve_ssd_backend("auto", weight.device, weight.dtype),
+        "metaplastic scan": METAPLASTIC_SCAN.resolve("auto", weight.device),
+        "mamba2 scan": MAMBA2_SCAN.resolve("auto", weight.device, SsdProblem(weight.dtype)),
     }
 
 

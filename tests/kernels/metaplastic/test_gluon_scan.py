@@ -6,8 +6,9 @@ from palimpsa_surgery.kernels.metaplastic import scan as api
 
 pytest.importorskip("triton.experimental.gluon")
 from palimpsa_surgery.kernels.metaplastic import gluon_scan
+from palimpsa_surgery.kernels.metaplastic.types import ScanShape
 
-SHAPE = api.ScanShape(1, 64, 1, 2, 64, 128, 64, torch.bfloat16)
+SHAPE = ScanShape(1, 64, 1, 2, 64, 128, 64, torch.bfloat16)
 # bf16 inputs: rounding the exact output costs 1.7e-3; gradients also round partial sums and block states.
 BF16 = {
     "output": 2.2e-3,
@@ -35,7 +36,7 @@ def test_what_it_cannot_take_is_said(change, message):
 
 
 def test_it_needs_an_nvidia_gpu():
-    assert "not cpu" in gluon_scan.unavailable(torch.device("cpu"))
+    assert api.METAPLASTIC_SCAN.reason("gluon", "cpu") == "it runs on cuda, not on cpu"
 
 
 def make_inputs(B, T, H, P, N, G=1, g=None, rows=None, dtype=torch.bfloat16, steep=True, seed=0):
