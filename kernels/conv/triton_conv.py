@@ -33,7 +33,8 @@ def _inputs(x, history, i_b, t, c, m, T, C, sxb, sxt, W: tl.constexpr):
 
 @triton.jit
 def conv_kernel(
-    x, weight, bias, history, y, T, C, sxb, sxt,
+    x, weight, bias, history, y,
+    T, C, sxb, sxt,  # sizes, and strides of x
     W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     NT = tl.cdiv(T, BT)
@@ -57,7 +58,9 @@ def conv_kernel(
 
 @triton.jit
 def conv_backward_kernel(
-    x, weight, bias, history, dy, dx, d_history, d_weight, T, C, sxb, sxt,
+    x, weight, bias, history, dy,
+    dx, d_history, d_weight,  # written
+    T, C, sxb, sxt,  # sizes, and strides of x
     W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     # Tokens start at 1 - W, so that the history gets its gradient too. d_weight is [programs over tokens, W + 1, C]: the last row is the bias's.

@@ -20,8 +20,11 @@ from .triton_states import block_states, dot_types, load_log_decay, reverse_stat
 
 @triton.jit
 def vector_states_kernel(
-    k, beta, log_decay, initial, out, table, documents, n_blocks,
-    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    k, beta, log_decay, initial,  # inputs
+    out,  # written
+    table, documents, n_blocks,  # blocks
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
+    BK: tl.constexpr, BT: tl.constexpr, HAS_INITIAL: tl.constexpr,
 ):  # fmt: skip
     # J at every block's start, and behind the blocks each document's final one.
     NKB: tl.constexpr = (N + BK - 1) // BK
@@ -31,7 +34,7 @@ def vector_states_kernel(
     i_d = row // H
     i_h = row % H
     i_g = i_h // (H // G)
-    ot = tl.arange(0, C)
+    ot = tl.arange(0, BT)
     mk = ok < N
     J = tl.zeros([BK], tl.float32)
     if HAS_INITIAL:
@@ -55,8 +58,10 @@ def vector_states_kernel(
 
 @triton.jit
 def _block(
-    q, k, beta, log_decay, prior, J0, table, block, i_h, pid,
-    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    q, k, beta, log_decay, prior, J0,
+    table, block, i_h, pid,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
+    S: tl.constexpr, BN: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """What every kernel below needs of a block: first token, mask, L, e, w, keys, beta, importance and q / I."""
     i_g = i_h // (H // G)
@@ -84,8 +89,11 @@ def _block(
 
 @triton.jit
 def shared_forward_kernel(
-    q, k, v, beta, log_decay, prior, M0, J0, out, variance, table,
-    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,
+    q, k, v, beta, log_decay, prior, M0, J0,  # inputs, and the states at block starts
+    out, variance,  # written
+    table,  # blocks
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    S: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,
     VARIANCE: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -117,8 +125,10 @@ def shared_forward_kernel(
 
 @triton.jit
 def _q_gradient(
-    v, do, M0, start, m, L, e, kf, i_h, pid,
-    H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    v, do, M0,
+    start, m, L, e, kf, i_h, pid,  # of `_block`
+    H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    S: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """L * (do v^T), and the gradient of q / I."""
     os = tl.arange(0, S)
@@ -144,8 +154,11 @@ def _q_gradient(
 
 @triton.jit
 def shared_inside_kernel(
-    q, k, v, beta, do, log_decay, prior, M0, J0, dM, dJ, table,
-    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,
+    q, k, v, beta, do, log_decay, prior, M0, J0,  # inputs, and the states at block starts
+    dM, dJ,  # written
+    table,  # blocks
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    S: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,
     DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     # What a block adds to the gradients of the states at its start.
@@ -171,8 +184,12 @@ def shared_inside_kernel(
 
 @triton.jit
 def shared_backward_kernel(
-    q, k, v, beta, do, log_decay, prior, M0, J0, dM, dJ, dq, dk, dv, db, dla, s_out, table, documents, n_blocks,
-    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,
+    q, k, v, beta, do, log_decay, prior, M0, J0,  # inputs, and the states at block starts
+    dM, dJ,  # gradients of the states at block ends
+    dq, dk, dv, db, dla, s_out,  # written
+    table, documents, n_blocks,  # blocks
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    S: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,
     DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -245,14 +262,18 @@ def _states(k, v, beta, log_decay, blocks: Blocks, initial, store) -> tuple[Tens
     block_states(k, v, None, log_decay, blocks, initial, (M, None))
     BK = min(64, power_of_two(N))
     vector_states_kernel[(blocks.rows * H * triton.cdiv(N, BK),)](
-        k, beta, log_decay, None if initial is None else initial[1], J, blocks.table, blocks.documents, blocks.count,
+        k, beta, log_decay, None if initial is None else initial[1], J,
+        blocks.table, blocks.documents, blocks.count,
         H, k.shape[1], N, BK, power_of_two(blocks.size), initial is not None, num_warps=4,
     )  # fmt: skip
     return M, J
 
 
 class SharedScan(torch.autograd.Function):
-    """The scan with one beta a head: q, k [tokens, G, N], v [tokens, H, P], beta, log_decay [tokens, H], states M [rows, H, P, N], J [rows, H, N]."""
+    """The scan with one beta a head.
+
+    q, k [tokens, G, N], v [tokens, H, P], beta, log_decay [tokens, H], states M [rows, H, P, N], J [rows, H, N].
+    """
 
     @staticmethod
     def forward(ctx, q, k, v, beta, log_decay, prior, M0, J0, batch, cu_seqlens, variance):
@@ -276,7 +297,8 @@ class SharedScan(torch.autograd.Function):
         out = torch.empty_like(v)
         var = torch.empty(n_tokens, H, dtype=torch.float32, device=v.device) if variance else None
         shared_forward_kernel[(blocks.count * H,)](
-            q, k, v, beta, log_decay, prior, M, J, out, var, blocks.table, H, G, N, P, S, BN, BV, variance, dot, precision, num_warps=4
+            q, k, v, beta, log_decay, prior, M, J, out, var, blocks.table,
+            H, G, N, P, S, BN, BV, variance, dot, precision, num_warps=4,
         )  # fmt: skip
         return out, M[blocks.count :].clone(), J[blocks.count :].clone(), var
 
