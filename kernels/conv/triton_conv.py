@@ -1,7 +1,6 @@
-# ruff: noqa: E501  (kernel signatures are long)
 """The causal depthwise convolution with its SiLU in Triton, for GPUs without the causal-conv1d package.
 
-`causal_conv.py` has shapes and meaning. The backward pass computes the sums before the activation again instead of saving them.
+`causal_conv.py` has shapes and meaning. The backward pass computes the sums before the activation again.
 """
 
 import torch
@@ -63,7 +62,8 @@ def conv_backward_kernel(
     T, C, sxb, sxt,  # sizes, and strides of x
     W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    # Tokens start at 1 - W, so that the history gets its gradient too. d_weight is [programs over tokens, W + 1, C]: the last row is the bias's.
+    # Tokens start at 1 - W, so that the history gets its gradient too.
+    # d_weight is [programs over tokens, W + 1, C]: the last row is the bias's.
     NT = tl.cdiv(T + W - 1, BT)
     NC = tl.cdiv(C, BC)
     pid = tl.program_id(0)
@@ -136,8 +136,8 @@ class Conv(torch.autograd.Function):
         d_weight = torch.empty(rows, W + 1, C, dtype=torch.float32, device=x.device)
         with on_device_of(x):
             conv_backward_kernel[(rows * triton.cdiv(C, BC),)](
-                x, weight, bias, history, dy.contiguous(), dx, d_history, d_weight, T, C, *x.stride()[:2], W, BT, BC, ctx.silu, bias is not None,
-                num_warps=4,
+                x, weight, bias, history, dy.contiguous(), dx, d_history, d_weight,
+                T, C, *x.stride()[:2], W, BT, BC, ctx.silu, bias is not None, num_warps=4,
             )  # fmt: skip
         total = d_weight.sum(0)
         d_bias = None if bias is None else total[W].to(bias.dtype)

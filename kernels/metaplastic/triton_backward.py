@@ -1,8 +1,8 @@
-# ruff: noqa: E501, E741  (kernel signatures are long; I is the importance)
+# ruff: noqa: E741  (I is the importance)
 """The backward pass in plain Triton, by matrix products over short blocks; `docs/kernels.md` has the derivation.
 
-Three steps for a slab of heads: the states at block starts again, the part inside each block (all elementwise work), the
-part that crosses block ends. No decay is divided by, so decays may underflow.
+Three steps for a slab of heads: the states at block starts again, the part inside each block (all elementwise work),
+the part that crosses block ends. No decay is divided by, so decays may underflow.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,8 @@ def _read_out(I, M, q, ASM: tl.constexpr, DOT: tl.constexpr):
             mul.f32 p, $3, $4; rcp.approx.ftz.f32 r, p; mul.f32 x, r, $4; mul.f32 y, r, $3;
             mul.f32 a, x, $5; mul.f32 b, y, $6; cvt.rn.bf16x2.f32 $1, b, a; cvt.rn.bf16x2.f32 h, y, x;
             mul.rn.bf16x2 $0, h, $7; mul.rn.bf16x2 h, $0, $1; neg.bf16x2 $2, h;}""",
-            "=&r,=&r,=r,f,f,f,f,r", [I, M, q.to(tl.bfloat16)], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+            "=&r,=&r,=r,f,f,f,f,r", [I, M, q.to(tl.bfloat16)],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
     else:
         r = 1.0 / I
@@ -360,7 +361,8 @@ def backward(
         batch: sequences of `length` tokens; packed documents when `cu_seqlens` is given.
 
     Returns:
-        dq, dk in fp32, dv, dbeta in the inputs' dtype, dlog_decay and dprior in fp32, dM and dJ of the initial states (or None).
+        dq, dk in fp32, dv, dbeta in the inputs' dtype, dlog_decay and dprior in fp32, dM and dJ of the initial states
+        (or None).
     """
     n_tokens, G, N = k.shape
     H, P = v.shape[1:]

@@ -1,8 +1,8 @@
-# ruff: noqa: E501, E741  (kernel signatures are long; I is the importance)
+# ruff: noqa: E741  (I is the importance)
 """One beta a head: the importance is then a vector over keys, and the read-out is Mamba2's on q / I.
 
-Everything is a matrix product over blocks of tokens, so this costs about what Mamba2's own scan does. A few beta groups a head
-are that many narrower heads. Letters as in `docs/kernels.md`: L decays from s to t, e from the block's start, w to its end.
+Everything is a matrix product over blocks of tokens, so this costs about what Mamba2's own scan does. A few beta
+groups a head are that many narrower heads. `docs/kernels.md` has the names.
 """
 
 import torch
