@@ -21,7 +21,7 @@ from .kernels.backends import Operator, describe_device
 from .kernels.common.precision import dtype_name
 from .kernels.conv.causal_conv import CAUSAL_CONV, causal_conv
 from .kernels.metaplastic.scan import METAPLASTIC_SCAN, metaplastic_scan, metaplastic_step
-from .kernels.metaplastic.types import ScanShape
+from .kernels.metaplastic.types import ScanProblem
 from .kernels.ssd.mamba2_scan import MAMBA2_SCAN, mamba2_scan, mamba2_step
 from .kernels.ssd.types import SsdProblem
 from .modeling.palimpsa_mamba2.configuration_palimpsa_mamba2 import PalimpsaMamba2Config
@@ -117,11 +117,8 @@ def diagnose(device: str | torch.device = "cpu", watch: Callable[[Diagnosis], No
     device = torch.device(device)
     # The sizes of the published models: heads of 64, state 128, one beta a channel.
     backends = (
-        *(
-            _chosen("swapped layers", METAPLASTIC_SCAN, device, ScanShape(1, 2048, 1, 80, 64, 128, 64, dtype))
-            for dtype in _dtypes(device)
-        ),
-        *(_chosen("plain layers", MAMBA2_SCAN, device, SsdProblem(dtype)) for dtype in _dtypes(device)),
+        *(_chosen("swapped layers", METAPLASTIC_SCAN, device, ScanProblem(d, 64, 128, 64)) for d in _dtypes(device)),
+        *(_chosen("plain layers", MAMBA2_SCAN, device, SsdProblem(d)) for d in _dtypes(device)),
         _chosen("all layers", CAUSAL_CONV, device),
     )
     found = Diagnosis(versions(), describe_device(device), backends, ())

@@ -22,7 +22,7 @@ import torch
 from palimpsa_surgery.kernels.conv.causal_conv import CAUSAL_CONV
 from palimpsa_surgery.kernels.conv.types import ConvProblem
 from palimpsa_surgery.kernels.metaplastic.scan import METAPLASTIC_SCAN
-from palimpsa_surgery.kernels.metaplastic.types import ScanShape
+from palimpsa_surgery.kernels.metaplastic.types import ScanProblem
 from palimpsa_surgery.kernels.ssd.mamba2_scan import MAMBA2_SCAN
 from palimpsa_surgery.kernels.ssd.types import SsdProblem
 from palimpsa_surgery.modeling import PalimpsaMamba2Config, PalimpsaMamba2ForCausalLM
@@ -107,12 +107,12 @@ def time_steps(module: CausalLoss, batch: int, length: int, warmup: int, steps: 
     return StepTime(swapped, median, max(kept) - min(kept), batch * length / median, torch.cuda.max_memory_allocated())
 
 
-def backends(module: CausalLoss, batch: int, length: int) -> str:
+def backends(module: CausalLoss) -> str:
     """Which kernels run: metaplastic scan, plain scan, convolution."""
     g, dtype = module.causal.config.mixer_geometry(), torch.bfloat16
-    shape = ScanShape(batch, length, g.n_groups, g.num_heads, g.head_dim, g.state_size, g.beta_groups, dtype)
-    problems = {METAPLASTIC_SCAN: shape, MAMBA2_SCAN: SsdProblem(dtype), CAUSAL_CONV: ConvProblem(dtype)}
-    return "/".join(operator.resolve("auto", "cuda", problem) for operator, problem in problems.items())
+    scan = METAPLASTIC_SCAN.resolve("auto", "cuda", ScanProblem(dtype, g.head_dim, g.state_size, g.beta_groups))
+    plain = MAMBA2_SCAN.resolve("auto", "cuda", SsdProblem(dtype))
+    return f"{scan}/{plain}/{CAUSAL_CONV.resolve('auto', 'cuda', ConvProblem(dtype))}"
 
 
 def main() -> None:
@@ -133,7 +133,7 @@ def main() -> None:
     for swapped in (0, options.swap, 0):
         torch.manual_seed(0)
         module = build(options.shape, swapped, options.beta_groups, "cuda")
-        names = backends(module, options.batch, options.length)
+        names = backends(module)
         rows.append(time_steps(module, options.batch, options.length, options.warmup, options.steps, swapped))
         del module
         gc.collect()

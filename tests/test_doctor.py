@@ -99,7 +99,7 @@ def test_a_kernel_that_crashes_or_gives_nan_is_a_finding(monkeypatch, value):
 
 
 def test_a_kernel_that_does_not_take_these_sizes_is_not_wrong(monkeypatch):
-    monkeypatch.setattr(torch_chunk, "unsupported", lambda shape: f"it takes no {shape.dtype}", raising=False)
+    monkeypatch.setattr(torch_chunk, "unsupported", lambda problem: f"it takes no {problem.dtype}", raising=False)
     problem = doctor._Problem(torch.device("cpu"), torch.float32)
     checks = list(problem.check_scan("torch"))
     assert len(checks) == 3

@@ -7,7 +7,7 @@ from ..backends import interpreted
 from ..common.precision import dtype_name
 from ..common.triton_blocks import make_blocks
 from . import gluon_backward, gluon_forward, triton_forward, triton_scan
-from .types import ScanInputs, ScanOutput, ScanShape
+from .types import ScanInputs, ScanOutput, ScanProblem
 
 CHUNK = 256
 SHARED_BYTES = 112 * 1024
@@ -28,17 +28,17 @@ def unavailable(device: torch.device) -> str | None:
     return None
 
 
-def unsupported(shape: ScanShape) -> str | None:
+def unsupported(problem: ScanProblem) -> str | None:
     """Why these sizes cannot run, or None."""
-    if shape.head_dim // shape.beta_groups >= triton_scan.SHARED_CHANNELS:
-        return triton_scan.unsupported(shape)  # shared betas have their own kernels, with fewer limits
-    if shape.dtype not in (torch.bfloat16, torch.float16):
-        return f"it takes bf16 and fp16, not {dtype_name(shape.dtype)}"
-    if shape.state_size not in (64, 128):
-        return f"it takes state sizes 64 and 128, not {shape.state_size}"
-    if shape.head_dim % 32:
-        return f"it takes head dims that are multiples of 32, not {shape.head_dim}"
-    if shape.variance:
+    if problem.head_dim // problem.beta_groups >= triton_scan.SHARED_CHANNELS:
+        return triton_scan.unsupported(problem)  # shared betas have their own kernels, with fewer limits
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bf16 and fp16, not {dtype_name(problem.dtype)}"
+    if problem.state_size not in (64, 128):
+        return f"it takes state sizes 64 and 128, not {problem.state_size}"
+    if problem.head_dim % 32:
+        return f"it takes head dims that are multiples of 32, not {problem.head_dim}"
+    if problem.variance:
         return "it gives no variance"
     return None
 

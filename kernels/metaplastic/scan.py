@@ -5,7 +5,7 @@ A backend is one file beside this one and one line in `METAPLASTIC_SCAN`. Its mo
     scan(inputs: ScanInputs) -> ScanOutput
     step(inputs: ScanInputs) -> (output, variance or None)
     unavailable(device) -> str | None       optional: why it cannot run on this device
-    unsupported(shape) -> str | None        optional: why it cannot run this `ScanShape`
+    unsupported(problem) -> str | None      optional: why it cannot run this `ScanProblem`
 """
 
 from torch import Tensor
@@ -70,7 +70,7 @@ def metaplastic_scan(
     state = None if initial_state is None else ScanState(*initial_state)
     inputs = ScanInputs(q, k, v, beta, log_decay, prior, state, cu_seqlens, chunk_size, variance)
     _check(inputs, "initial_state")
-    return METAPLASTIC_SCAN.choose(backend, v.device, inputs.shape).scan(inputs)
+    return METAPLASTIC_SCAN.choose(backend, v.device, inputs.problem).scan(inputs)
 
 
 @eager
@@ -111,11 +111,10 @@ def metaplastic_step(
         x = getattr(inputs, name)
         if x.dim() != rank:
             raise UsageError(f"{name} of one step has shape {_dims(x)}; expected {rank} dimensions, no time.")
-    one = ScanInputs(*(x.unsqueeze(1) for x in inputs[:5]), *inputs[5:])
-    _check(one, "state")
+    _check(ScanInputs(*(x.unsqueeze(1) for x in inputs[:5]), *inputs[5:]), "state")
     if any(x.stride(-1) != 1 for x in inputs.initial_state):
         raise UsageError("state has a last dimension that is not contiguous; expected M and J with stride 1 over N.")
-    output, var = METAPLASTIC_SCAN.choose(backend, v.device, one.shape).step(inputs)
+    output, var = METAPLASTIC_SCAN.choose(backend, v.device, inputs.problem).step(inputs)
     return (output, var) if variance else output
 
 

@@ -17,19 +17,19 @@ from ..common.triton_launch import on_device_of, uses_assembly
 from . import torch_chunk, triton_backward, triton_forward, triton_states, triton_step
 from .kept import kept
 from .triton_shared import SharedScan
-from .types import ScanInputs, ScanOutput, ScanShape, ScanState
+from .types import ScanInputs, ScanOutput, ScanProblem, ScanState
 
 CHUNK = 128
 MAX_STATE_SIZE = 256
 SHARED_CHANNELS = 8  # from so many channels a beta on, a vector of importances beats one a channel
 
 
-def unsupported(shape: ScanShape) -> str | None:
+def unsupported(problem: ScanProblem) -> str | None:
     """Why these sizes cannot run, or None."""
-    if shape.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"it takes fp32, bf16 and fp16, not {dtype_name(shape.dtype)}"
-    if shape.state_size > MAX_STATE_SIZE:
-        return f"it takes state sizes up to {MAX_STATE_SIZE}, not {shape.state_size}"
+    if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"it takes fp32, bf16 and fp16, not {dtype_name(problem.dtype)}"
+    if problem.state_size > MAX_STATE_SIZE:
+        return f"it takes state sizes up to {MAX_STATE_SIZE}, not {problem.state_size}"
     return None
 
 

@@ -15,17 +15,13 @@ class ScanState(NamedTuple):
     J: Tensor
 
 
-class ScanShape(NamedTuple):
-    """The sizes of one problem, for backends that must refuse some of them."""
+class ScanProblem(NamedTuple):
+    """What a backend may have to refuse of a scan or a step."""
 
-    batch: int
-    length: int
-    groups: int
-    heads: int
+    dtype: torch.dtype
     head_dim: int
     state_size: int
     beta_groups: int
-    dtype: torch.dtype
     variance: bool = False
 
 
@@ -52,10 +48,10 @@ class ScanInputs(NamedTuple):
         return (*self[:6], *(self.initial_state or (None, None)))
 
     @property
-    def shape(self) -> ScanShape:
-        k, v, beta = self.k, self.v, self.beta
+    def problem(self) -> ScanProblem:
+        v, k, beta = self.v, self.k, self.beta
         dtype = torch.float64 if torch.float64 in (k.dtype, v.dtype, beta.dtype) else v.dtype
-        return ScanShape(*k.shape[:3], *v.shape[2:], k.shape[3], beta.shape[3], dtype, self.variance)
+        return ScanProblem(dtype, v.shape[-1], k.shape[-1], beta.shape[-1], self.variance)
 
 
 class ScanOutput(NamedTuple):

@@ -25,7 +25,6 @@ def scan(x, dt, A, B, C, initial_state, cu_seqlens, chunk_size) -> tuple[Tensor,
     """`mamba2_scan.mamba2_scan` in plain torch."""
     dtype = compute_dtype(x, B, C)
     dt = dt.to(dtype)
-    chunk_size = min(chunk_size or DEFAULT_CHUNK, DEFAULT_CHUNK)
     return linear_scan(C, B, x * dt.unsqueeze(-1), dt * A.to(dtype), initial_state, cu_seqlens, chunk_size)
 
 
@@ -43,22 +42,11 @@ def step(x, dt, A, B, C, state):
 def linear_scan(q, k, v, log_decay, initial_state=None, cu_seqlens=None, chunk_size=None) -> tuple[Tensor, Tensor]:
     """o_t = M_t q_t, M_t = exp(log_decay_t) M_{t-1} + v_t (x) k_t, in blocks with the backward pass by hand.
 
-    Saved for backward are the inputs and the state at each block's start of S = 64 tokens.
-
-    Args:
-        q: [B, T, G, N].
-        k: [B, T, G, N].
-        v: [B, T, H, P].
-        log_decay: [B, T, H] <= 0.
-        initial_state: [B or S, H, P, N].
-        cu_seqlens: see `mamba2_scan`.
-        chunk_size: S.
-
-    Returns:
-        o [B, T, H, P] and the final state, in fp32 (fp64 for fp64 inputs).
+    q, k [B, T, G, N], v [B, T, H, P], log_decay [B, T, H] <= 0, initial_state [rows, H, P, N]; o [B, T, H, P] and the
+    final state are in fp32 (fp64 for fp64 inputs). Saved for backward: inputs, and the state at each block's start.
     """
     lengths = row_lengths(v.shape[0], v.shape[1], cu_seqlens)
-    plan = make_plan(lengths, min(chunk_size or DEFAULT_CHUNK, max(lengths)), len(lengths), v.device)
+    plan = make_plan(lengths, min(chunk_size or DEFAULT_CHUNK, DEFAULT_CHUNK, max(lengths)), len(lengths), v.device)
     keep = needs_backward(q, k, v, log_decay, initial_state)
     return _LinearScan.apply(q, k, v, log_decay, initial_state, plan, compute_dtype(q, k, v), keep)
 

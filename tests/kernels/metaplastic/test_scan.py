@@ -11,7 +11,7 @@ from palimpsa_surgery.base.errors import KernelUnavailableError, UsageError
 from palimpsa_surgery.kernels import backends
 from palimpsa_surgery.kernels.metaplastic import scan as api
 from palimpsa_surgery.kernels.metaplastic.scan import METAPLASTIC_SCAN
-from palimpsa_surgery.kernels.metaplastic.types import ScanShape
+from palimpsa_surgery.kernels.metaplastic.types import ScanProblem
 
 CPU = torch.device("cpu")
 ARGS = ("q", "k", "v", "beta", "log_decay", "prior")
@@ -201,12 +201,12 @@ def test_a_backend_that_cannot_be_imported_is_skipped_or_named(monkeypatch):
     assert tried == ["a.fast_scan"]
 
 
-def test_a_backend_may_refuse_a_device_or_a_shape(imported, p):
+def test_a_backend_may_refuse_a_device_or_a_problem(imported, p):
     """The next one that can takes over; naming the backend gives its reason."""
-    fake = SimpleNamespace(unavailable=lambda device: None, unsupported=lambda shape: f"P is {shape.head_dim}")
+    fake = SimpleNamespace(unavailable=lambda device: None, unsupported=lambda problem: f"P is {problem.head_dim}")
     imported["metaplastic.numba_scan"] = fake
     assert METAPLASTIC_SCAN.resolve("auto", CPU) == "numba"
-    assert METAPLASTIC_SCAN.resolve("auto", CPU, ScanShape(2, 5, 2, 4, 8, 6, 2, torch.float32)) == "torch"
+    assert METAPLASTIC_SCAN.resolve("auto", CPU, ScanProblem(torch.float32, 8, 6, 2)) == "torch"
     assert scan(p).output.shape == p.v.shape
     with pytest.raises(KernelUnavailableError, match="the metaplastic scan cannot run on cpu by 'numba': P is 8; use"):
         scan(p, backend="numba")
