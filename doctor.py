@@ -17,10 +17,13 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 from .base.errors import KernelUnavailableError
-from .kernels.backends import describe_device
-from .kernels.conv import causal_conv as conv
-from .kernels.metaplastic import scan as api
-from .kernels.ssd import mamba2_scan as ssd
+from .kernels.backends import Operator, describe_device
+from .kernels.common.precision import dtype_name
+from .kernels.conv.causal_conv import CAUSAL_CONV, causal_conv
+from .kernels.metaplastic.scan import METAPLASTIC_SCAN, metaplastic_scan, metaplastic_step
+from .kernels.metaplastic.types import ScanProblem
+from .kernels.ssd.mamba2_scan import MAMBA2_SCAN, mamba2_scan, mamba2_step
+from .kernels.ssd.types import SsdProblem
 from .modeling.palimpsa_mamba2.configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 from .modeling.palimpsa_mamba2.modeling_palimpsa_mamba2 import PalimpsaMamba2ForCausalLM
 
@@ -112,12 +115,11 @@ def diagnose(device: str | torch.device = "cpu", watch: Callable[[Diagnosis], No
             compiled for a minute or two.
     """
     device = torch.device(device)
+    # The sizes of the published models: heads of 64, state 128, one beta a channel.
     backends = (
-        *(_scan_backends(device, dtype) for dtype in _dtypes(device)),
-        *(_plain_backends(device, dtype) for dtype in _dtypes(device)),
-        _chosen(
-            "all layers: convolution", conv.conv_backends(device), lambda: conv.resolve_conv_backend("auto", device)
-        ),
+        *(_chosen("swapped layers", METAPLASTIC_SCAN, device, ScanProblem(d, 64, 128, 64)) for d in _dtypes(device)),
+        *(_chosen("plain layers", MAMBA2_SCAN, device, SsdProblem(d)) for d in _dtypes(device)),
+        _chosen("all layers", CAUSAL_CONV, device),
     )
     found = Diagnosis(versions(), describe_device(device), backends, ())
     watch(found)
@@ -131,19 +133,6 @@ def _dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
     return (torch.bfloat16, torch.float32) if device.type == "cuda" else (torch.float32,)
 
 
-def _scan_backends(device: torch.device, dtype: torch.dtype) -> LayerBackend:
-    """The choice for the sizes of the published models: heads of 64, state 128, one beta a channel."""
-    shape = api.ScanShape(1, 2048, 1, 80, 64, 128, 64, dtype)
-    unavailable = {name: api.why_unavailable(name, device, shape) for name in api.backends(device)}
-    part = f"swapped layers: metaplastic scan, {_name(dtype)}"
-    return _chosen(part, unavailable, lambda: api.resolve_backend("auto", device, shape))
-
-
-def _plain_backends(device: torch.device, dtype: torch.dtype) -> LayerBackend:
-    part = f"plain layers: Mamba2 scan, {_name(dtype)}"
-    return _chosen(part, _ssd_backends(device), lambda: ssd.resolve_ssd_backend("auto", device, dtype))
-
-
 def versions() -> dict[str, str | None]:
     """Package -> installed version, None when it is absent; `python` first."""
     found: dict[str, str | None] = {"python": platform.python_version()}
@@ -155,9 +144,11 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def _chosen(part: str, unavailable: dict[str, str | None], resolve: Callable[[], str]) -> LayerBackend:
+def _chosen(layers: str, operator: Operator, device: torch.device, problem: Any = None) -> LayerBackend:
+    part = f"{layers}: {operator.name.removeprefix('the ')}" + (f", {dtype_name(problem.dtype)}" if problem else "")
+    unavailable = operator.unavailable(device, problem)
     try:
-        chosen = resolve()
+        chosen = operator.resolve("auto", device, problem)
     except KernelUnavailableError as error:
         return LayerBackend(part, None, str(error), unavailable)
     passed = [f"{name}: {reason}" for name, reason in unavailable.items() if reason is not None and name != chosen]
@@ -165,24 +156,18 @@ def _chosen(part: str, unavailable: dict[str, str | None], resolve: Callable[[],
     return LayerBackend(part, chosen, why, unavailable)
 
 
-def _ssd_backends(device: torch.device) -> dict[str, str | None]:
-    on_gpu = device.type == "cuda"
-    return {"mamba_ssm": ssd.mamba_ssm_unavailable() if on_gpu else f"it needs CUDA, not {device}", "torch": None}
-
-
 def run_checks(device: torch.device) -> Iterator[Check]:
     """Compares every backend that can run here with fp64: small, odd sizes, seconds in all."""
     for dtype in _dtypes(device):
         problem = _Problem(device, dtype)
-        for name, reason in api.backends(device).items():
-            if reason is None and name != "reference":
-                yield from problem.check_scan(name)
-        for name, reason in _ssd_backends(device).items():
-            if reason is None:
-                yield from problem.check_plain(name)
-        for name, reason in conv.conv_backends(device).items():
-            if reason is None:
-                yield from problem.check_convolution(name)
+        for operator, check in (
+            (METAPLASTIC_SCAN, problem.check_scan),
+            (MAMBA2_SCAN, problem.check_plain),
+            (CAUSAL_CONV, problem.check_convolution),
+        ):
+            for name, reason in operator.unavailable(device).items():
+                if reason is None and name != "reference":
+                    yield from check(name)
         yield from check_model(device, dtype)
 
 
@@ -215,69 +200,49 @@ class _Problem:
         kept = (4, 5)  # the decay and the prior stay in fp32 whatever the dtype
 
         def scan(*tensors: Tensor, backend: str) -> Tensor:
-            return api.metaplastic_scan(*tensors, backend=backend).output
+            return metaplastic_scan(*tensors, backend=backend).output
 
-        label = f"metaplastic scan, {name}, {_name(self.dtype)}"
-        yield from self._compare(label, scan, inputs, name, kept)
-        yield self._check_step(name, inputs)
-
-    def _check_step(self, name: str, inputs: tuple[Tensor, ...]) -> Check:
-        def decode(tensors: list[Tensor], backend: str) -> Tensor:
+        def decode(*tensors: Tensor, backend: str) -> Tensor:
             *rest, prior = tensors
-            heads, width, state = self.x.shape[2], self.x.shape[3], self.q.shape[3]
-            dtype = torch.float64 if prior.dtype == torch.float64 else torch.float32
-            carried = [prior.new_zeros(2, heads, width, state, dtype=dtype) for _ in "MJ"]
+            carried = [prior.new_zeros(*self.x[:, 0].shape, self.q.shape[3]) for _ in "MJ"]
             outputs = [
-                api.metaplastic_step(*(x[:, t].contiguous() for x in rest), prior, carried, backend=backend)
+                metaplastic_step(*(x[:, t].contiguous() for x in rest), prior, carried, backend=backend)
                 for t in range(5)
             ]
             return torch.stack(outputs, 1)
 
-        label = f"metaplastic decode, {name}, {_name(self.dtype)}"
-        return _measured(
-            label,
-            FORWARD_TOLERANCE[self.dtype],
-            lambda: ([decode(self._cast(inputs, (4, 5)), name)], [decode(list(inputs), "reference")]),
-        )
+        yield from self._compare("metaplastic scan", scan, inputs, name, kept)
+        yield self._compare_decode("metaplastic decode", decode, inputs, name, kept, "reference")
 
     def check_plain(self, name: str) -> Iterator[Check]:
         def scan(x: Tensor, step: Tensor, A: Tensor, k: Tensor, q: Tensor, backend: str) -> Tensor:
             if backend != "reference":
-                return ssd.mamba2_scan(x, step, A, k, q, backend=backend)[0]
+                return mamba2_scan(x, step, A, k, q, backend=backend)[0]
             nothing, one = x.new_zeros(*x.shape[:3], 1), x.new_ones(x.shape[2])  # with these the operator is Mamba2's
             v = x * step.unsqueeze(-1)
-            return api.metaplastic_scan(q, k, v, nothing, step * A, one, backend="reference").output
+            return metaplastic_scan(q, k, v, nothing, step * A, one, backend="reference").output
 
-        inputs = (self.x, self.step, self.A, self.k, self.q)
-        yield from self._compare(f"Mamba2 scan, {name}, {_name(self.dtype)}", scan, inputs, name, kept=(1, 2))
-        yield self._check_plain_step(name, inputs)
-
-    def _check_plain_step(self, name: str, inputs: tuple[Tensor, ...]) -> Check:
-        def decode(tensors: list[Tensor], backend: str) -> Tensor:
-            x, step, A, k, q = tensors
+        def decode(x: Tensor, step: Tensor, A: Tensor, k: Tensor, q: Tensor, backend: str) -> Tensor:
             state = A.new_zeros(*x.shape[:1], *x.shape[2:], k.shape[-1])
             outputs = [
-                ssd.mamba2_step(*(y[:, t].contiguous() for y in (x, step)), A, k[:, t], q[:, t], state, backend=backend)
+                mamba2_step(*(y[:, t].contiguous() for y in (x, step)), A, k[:, t], q[:, t], state, backend=backend)
                 for t in range(5)
             ]
             return torch.stack(outputs, 1)
 
-        return _measured(
-            f"Mamba2 decode, {name}, {_name(self.dtype)}",
-            FORWARD_TOLERANCE[self.dtype],
-            lambda: ([decode(self._cast(inputs, (1, 2)), name)], [decode(list(inputs), "torch")]),
-        )
+        inputs, kept = (self.x, self.step, self.A, self.k, self.q), (1, 2)
+        yield from self._compare("Mamba2 scan", scan, inputs, name, kept)
+        yield self._compare_decode("Mamba2 decode", decode, inputs, name, kept, "torch")
 
     def check_convolution(self, name: str) -> Iterator[Check]:
         def convolve(x: Tensor, weight: Tensor, bias: Tensor, backend: str) -> Tensor:
             if backend != "reference":
-                return conv.causal_conv(x, weight, bias, backend=backend)[0]
+                return causal_conv(x, weight, bias, backend=backend)[0]
             padded = functional.pad(x.transpose(1, 2), (weight.shape[1] - 1, 0))
             y = functional.conv1d(padded, weight.unsqueeze(1), bias, groups=weight.shape[0])
             return functional.silu(y).transpose(1, 2)
 
-        inputs = (self.channels, self.weight, self.bias)
-        yield from self._compare(f"convolution, {name}, {_name(self.dtype)}", convolve, inputs, name)
+        yield from self._compare("convolution", convolve, (self.channels, self.weight, self.bias), name)
 
     def _cast(self, inputs: tuple[Tensor, ...], kept: tuple[int, ...]) -> list[Tensor]:
         return [
@@ -285,14 +250,18 @@ class _Problem:
             for index, x in enumerate(inputs)
         ]
 
-    def _compare(
-        self,
-        label: str,
-        run: Callable[..., Tensor],
-        inputs: tuple[Tensor, ...],
-        name: str,
-        kept: tuple[int, ...] = (),
-    ) -> Iterator[Check]:
+    def _label(self, what: str, name: str) -> str:
+        return f"{what}, {name}, {dtype_name(self.dtype)}"
+
+    def _compare_decode(self, what: str, run: Callable[..., Tensor], inputs, name: str, kept, oracle: str) -> Check:
+        """Output of `run` on backend `name`, against backend `oracle` in fp64."""
+        return _measured(
+            self._label(what, name),
+            FORWARD_TOLERANCE[self.dtype],
+            lambda: ([run(*self._cast(inputs, kept), backend=name)], [run(*inputs, backend=oracle)]),
+        )
+
+    def _compare(self, what: str, run: Callable[..., Tensor], inputs, name: str, kept=()) -> Iterator[Check]:
         """Output and all gradients of `run` on backend `name`, against its reference in fp64."""
 
         @functools.cache
@@ -304,11 +273,10 @@ class _Problem:
             return [output], list(torch.autograd.grad((output * weights.to(output)).sum(), leaves))
 
         held_to = torch.bfloat16 if name in _TF32 else self.dtype
-        for index, what in enumerate(("", ", gradients")):
+        for index, part in enumerate(("", ", gradients")):
             tolerance = (GRADIENT_TOLERANCE if index else FORWARD_TOLERANCE)[held_to]
-            yield _measured(
-                label + what, tolerance, lambda index=index: (results(name)[index], results("reference")[index])
-            )
+            both = lambda index=index: (results(name)[index], results("reference")[index])  # noqa: E731
+            yield _measured(self._label(what, name) + part, tolerance, both)
 
 
 def check_model(device: torch.device, dtype: torch.dtype) -> Iterator[Check]:
@@ -345,7 +313,7 @@ def check_model(device: torch.device, dtype: torch.dtype) -> Iterator[Check]:
         ("decode", forward, lambda model: logits(model, 66, 1, 1, 1, 1)),
         ("training step", backward, gradients),
     ):
-        yield _measured(f"model {what}, {_name(dtype)}", tolerance, lambda run=run: (run(model()), run(exact)))
+        yield _measured(f"model {what}, {dtype_name(dtype)}", tolerance, lambda run=run: (run(model()), run(exact)))
 
 
 def _measured(label: str, tolerance: float, run: Callable[[], tuple[list[Tensor], list[Tensor]]]) -> Check:
@@ -365,7 +333,3 @@ def _relative_error(found: Tensor, expected: Tensor) -> float:
     found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
     error = float((found - expected).norm() / expected.norm())
     return math.inf if math.isnan(error) else error
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -107,7 +107,7 @@ def ssd_rows(inputs, step, A, d_output):
     """mamba-ssm's scan of plain Mamba2 on the same shapes, when it can be imported; on a CPU the project's own."""
     q, k, v = (inputs[n].detach() for n in "qkv")
     leaves = [x.detach().clone().requires_grad_() for x in (v, step, -A, k, q)]
-    reason, note = ssd.mamba_ssm_unavailable(), ""
+    reason, note = ssd.MAMBA2_SCAN.reason("mamba_ssm", v.device), ""
     if reason and v.is_cuda:
         yield "ssd", None, None, reason
         return

@@ -236,7 +236,7 @@ def small_run(device: str) -> None:
     """
     documents = torch.tensor([0, 7, 7, 150, 200], device=device)
     for name, dtype, g in SMALL_RUNS:
-        backend = name if api.why_unavailable(name, device) is None else "auto"
+        backend = name if api.METAPLASTIC_SCAN.reason(name, device) is None else "auto"
         inputs, _, _ = make_inputs(1, 200, H=2, P=64, N=128, g=g, dtype=dtype, device=device)
         inputs["log_decay"][:, 90:93] = -1e4
         leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
@@ -248,7 +248,7 @@ def small_run(device: str) -> None:
         api.metaplastic_step(*now, api.ScanState(*(x.detach().clone() for x in state)), backend=backend)
         channels = leaves["v"].flatten(2)
         weight = torch.randn(channels.shape[2], 4, device=device, dtype=dtype, requires_grad=True)
-        triton = conv.why_conv_unavailable("triton", torch.device(device)) is None
+        triton = conv.CAUSAL_CONV.reason("triton", device) is None
         y, _ = conv.causal_conv(channels, weight, cu_seqlens=documents, backend="triton" if triton else "auto")
         y.sum().backward()
         for sigmoid in (False, True):

@@ -19,9 +19,12 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from palimpsa_surgery.kernels.conv.causal_conv import resolve_conv_backend
-from palimpsa_surgery.kernels.metaplastic.scan import ScanShape, resolve_backend
-from palimpsa_surgery.kernels.ssd.mamba2_scan import resolve_ssd_backend
+from palimpsa_surgery.kernels.conv.causal_conv import CAUSAL_CONV
+from palimpsa_surgery.kernels.conv.types import ConvProblem
+from palimpsa_surgery.kernels.metaplastic.scan import METAPLASTIC_SCAN
+from palimpsa_surgery.kernels.metaplastic.types import ScanProblem
+from palimpsa_surgery.kernels.ssd.mamba2_scan import MAMBA2_SCAN
+from palimpsa_surgery.kernels.ssd.types import SsdProblem
 from palimpsa_surgery.modeling import PalimpsaMamba2Config, PalimpsaMamba2ForCausalLM
 from palimpsa_surgery.recipes.training.losses import CausalLoss
 
@@ -104,21 +107,12 @@ def time_steps(module: CausalLoss, batch: int, length: int, warmup: int, steps: 
     return StepTime(swapped, median, max(kept) - min(kept), batch * length / median, torch.cuda.max_memory_allocated())
 
 
-def backends(module: CausalLoss, batch: int, length: int) -> str:
+def backends(module: CausalLoss) -> str:
     """Which kernels run: metaplastic scan, plain scan, convolution."""
-    geometry, dtype = module.causal.config.mixer_geometry(), torch.bfloat16
-    shape = ScanShape(
-        batch,
-        length,
-        geometry.n_groups,
-        geometry.num_heads,
-        geometry.head_dim,
-        geometry.state_size,
-        geometry.beta_groups,
-        dtype,
-    )
-    scan = resolve_backend("auto", "cuda", shape)
-    return f"{scan}/{resolve_ssd_backend('auto', 'cuda', dtype)}/{resolve_conv_backend('auto', 'cuda', dtype)}"
+    g, dtype = module.causal.config.mixer_geometry(), torch.bfloat16
+    scan = METAPLASTIC_SCAN.resolve("auto", "cuda", ScanProblem(dtype, g.head_dim, g.state_size, g.beta_groups))
+    plain = MAMBA2_SCAN.resolve("auto", "cuda", SsdProblem(dtype))
+    return f"{scan}/{plain}/{CAUSAL_CONV.resolve('auto', 'cuda', ConvProblem(dtype))}"
 
 
 def main() -> None:
@@ -139,7 +133,7 @@ def main() -> None:
     for swapped in (0, options.swap, 0):
         torch.manual_seed(0)
         module = build(options.shape, swapped, options.beta_groups, "cuda")
-        names = backends(module, options.batch, options.length)
+        names = backends(module)
         rows.append(time_steps(module, options.batch, options.length, options.warmup, options.steps, swapped))
         del module
         gc.collect()

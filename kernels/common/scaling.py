@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
-from ..backends import kernel_module
+from ..backends import TRITON_DEVICES, Backend, Operator
 
-_FUSED = (torch.bfloat16, torch.float16, torch.float32)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDTHS = (8, 1024)
 
-
-@functools.cache
-def _kernels(device: torch.device):
-    """The Triton form's module where it runs; a broken triton raises anything at import."""
-    try:
-        module = kernel_module("common.triton_scaling")
-        return module if module.unavailable(device) is None else None
-    except Exception:
-        return None
+FUSED = Operator("the scaling of rows", Backend("triton", "common.triton_scaling", TRITON_DEVICES))
 
 
 def scale_rows(x: Tensor, scale: Tensor, dtype: torch.dtype, *, sigmoid: bool = False) -> Tensor:
@@ -31,9 +21,9 @@ def scale_rows(x: Tensor, scale: Tensor, dtype: torch.dtype, *, sigmoid: bool = 
         scale: the same without the last dimension.
     """
     fits = x.dim() == 4 and _WIDTHS[0] <= x.shape[-1] <= _WIDTHS[1]
-    fits = fits and x.dtype in _FUSED and scale.dtype == torch.float32
+    fits = fits and x.dtype in _DTYPES and scale.dtype == torch.float32
     # A compiler fuses the few operations below by itself.
-    if fits and not torch.compiler.is_compiling() and (kernels := _kernels(x.device)):
-        return kernels.scale_rows(x, scale, dtype, sigmoid)
+    if fits and not torch.compiler.is_compiling() and FUSED.reason("triton", x.device) is None:
+        return FUSED.module("triton").scale_rows(x, scale, dtype, sigmoid)
     wide = x.to(scale.dtype)
     return ((wide.sigmoid() if sigmoid else wide) * scale.unsqueeze(-1)).to(dtype)

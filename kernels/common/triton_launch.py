@@ -1,23 +1,12 @@
 """Where and how Triton kernels start."""
 
 import contextlib
-import os
 
 import torch
 import triton
 from torch import Tensor
 
-
-def unavailable(device: torch.device) -> str | None:
-    """Runs on GPUs, and on a CPU under Triton's interpreter (TRITON_INTERPRET=1, slow, for tests)."""
-    if device.type in ("cuda", "xpu") or interpreted():
-        return None
-    return f"it needs a GPU that Triton runs on, not {device.type}"
-
-
-def interpreted() -> bool:
-    """Whether Triton kernels run in its CPU interpreter in this process."""
-    return os.environ.get("TRITON_INTERPRET", "") == "1"
+from ..backends import interpreted
 
 
 def uses_assembly(device: torch.device) -> bool:

@@ -6,9 +6,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .triton_launch import on_device_of, power_of_two, unavailable
-
-__all__ = ["scale_rows", "unavailable"]
+from .triton_launch import on_device_of, power_of_two
 
 TILE = 2048
 

@@ -1,101 +1,31 @@
 """The causal depthwise convolution of a Mamba2 mixer, with its SiLU, its carried state and packed documents.
 
-A backend is one line in `_BACKENDS`. Its module offers `unavailable(device) -> str | None` and
+A backend is one file beside this one and one line in `CAUSAL_CONV`. Its module offers
 
     conv(x [B, T, C], weight [C, W], bias [C] | None, activation, history [B, C, W-1]) -> y [B, T, C]
+    unavailable(device) -> str | None       optional: why it cannot run on this device
+    unsupported(problem) -> str | None      optional: why it cannot run this `ConvProblem`
 
 where `history` are the inputs before the first token (zeros included); states and documents are handled here.
 """
-
-import functools
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from ...base.errors import KernelUnavailableError, UsageError
-from ..backends import eager, kernel_module, require_kernels
+from ...base.errors import UsageError
+from ..backends import TRITON_DEVICES, Backend, Operator, eager
 from ..common.documents import check_cu_seqlens
 from ..common.precision import compute_dtype
 from ..common.torch_blocks import row_lengths
+from .types import ConvProblem
 
-# Fastest first; "torch" and "causal_conv1d" live in this file, others are modules beside it.
-_BACKENDS = {"causal_conv1d": None, "triton": "triton_conv", "torch": None}
-
-
-@functools.cache
-def _causal_conv1d():
-    """The package's function, or the reason why it cannot be had: a broken install raises anything at import."""
-    try:
-        from causal_conv1d import causal_conv1d_fn
-    except Exception as error:
-        return f"causal-conv1d cannot be imported ({type(error).__name__}: {error})"
-    return causal_conv1d_fn
-
-
-def causal_conv1d_unavailable() -> str | None:
-    """Why the causal-conv1d package cannot run here, None when it can."""
-    if not torch.cuda.is_available():
-        return "no CUDA device"
-    found = _causal_conv1d()
-    return found if isinstance(found, str) else None
-
-
-def why_conv_unavailable(name: str, device: torch.device) -> str | None:
-    """Why backend `name` cannot run on `device`, None when it can."""
-    if name == "torch":
-        return None
-    if name == "causal_conv1d":
-        return causal_conv1d_unavailable() if device.type == "cuda" else f"the tensors are on {device}, it needs CUDA"
-    try:
-        return kernel_module(f"conv.{_BACKENDS[name]}").unavailable(device)
-    except Exception as error:
-        return f"it cannot be imported ({type(error).__name__}: {error})"
-
-
-def conv_backends(device: torch.device) -> dict[str, str | None]:
-    """Every backend of the convolution, the fastest first, and why it cannot run on `device`; None when it can."""
-    return {name: why_conv_unavailable(name, device) for name in _BACKENDS}
-
-
-def _refusal(name: str, dtype: torch.dtype, channels: int | None, width: int | None) -> str | None:
-    """Why backend `name` cannot run this problem wherever it is."""
-    if dtype == torch.float64:
-        return "it has no fp64"
-    if name == "causal_conv1d" and (channels or 8) % 8:
-        return f"it needs a multiple of 8 channels, not {channels}"
-    if name == "causal_conv1d" and not 2 <= (width or 4) <= 4:
-        return f"it needs a width of 2 to 4, not {width}"
-    return None
-
-
-def resolve_conv_backend(
-    name: str,
-    device: torch.device | str,
-    dtype: torch.dtype = torch.float32,
-    channels: int | None = None,
-    width: int | None = None,
-) -> str:
-    """The backend that the convolution will run on; what is not known of the problem is taken to suit.
-
-    Raises:
-        UsageError: unknown name.
-        KernelUnavailableError: the named backend cannot run here, or kernels are required and none can.
-    """
-    device = torch.device(device)
-    if name != "auto" and name not in _BACKENDS:
-        raise UsageError(f"backend={name!r} is unknown for the convolution; expected auto, {', '.join(_BACKENDS)}.")
-    reasons = []
-    for candidate in _BACKENDS if name == "auto" else (name,):
-        if candidate == "torch" and (name == "torch" or not require_kernels()):
-            return candidate
-        if candidate == "torch":
-            break
-        reason = _refusal(candidate, dtype, channels, width) or why_conv_unavailable(candidate, device)
-        if reason is None:
-            return candidate
-        reasons.append(f"{candidate}: {reason}")
-    raise KernelUnavailableError(f"the causal convolution cannot run on a kernel on {device} ({'; '.join(reasons)}).")
+CAUSAL_CONV = Operator(
+    "the causal convolution",
+    Backend("causal_conv1d", "conv.package_conv", ("cuda",)),
+    Backend("triton", "conv.triton_conv", TRITON_DEVICES),
+    Backend("torch", "conv.torch_conv", kernel=False),
+)
 
 
 @eager
@@ -119,7 +49,7 @@ def causal_conv(
         initial_state: [B, C, W-1], the inputs before the first token, oldest first; one a document with
             `cu_seqlens`; zeros when None.
         cu_seqlens: [S + 1] starts of packed documents, then T; needs a batch of 1.
-        backend: "auto", "torch", "causal_conv1d" or "triton".
+        backend: "auto" or a name of `CAUSAL_CONV`.
 
     Returns:
         y [B, T, C] and the last W-1 inputs [B or S, C, W-1], both in x's dtype. Computed in fp32 (fp64 for fp64).
@@ -141,10 +71,7 @@ def causal_conv(
         initial_state = x.new_zeros(rows, channels, past)
     elif initial_state.shape != (rows, channels, past):
         raise UsageError(f"initial_state has shape {list(initial_state.shape)}; expected {[rows, channels, past]}.")
-    name = resolve_conv_backend(backend, x.device, x.dtype, channels, past + 1)
-    module = _BACKENDS[name]
-    here = {"torch": _torch_conv, "causal_conv1d": _package_conv}
-    run = kernel_module(f"conv.{module}").conv if module else here[name]
+    run = CAUSAL_CONV.choose(backend, x.device, ConvProblem(x.dtype, channels, past + 1)).conv
     if cu_seqlens is None:
         y = run(x, weight, bias, activation, initial_state.to(x.dtype))
         recent = torch.cat((initial_state.to(x.dtype).transpose(1, 2), x[:, max(0, length - past) :]), 1)
@@ -196,27 +123,6 @@ def _step(x, state, weight, bias, activation):
     y = y if bias is None else y + bias.to(dtype)
     state.copy_(window[..., 1:])
     return (silu(y) if activation else y).to(x.dtype)
-
-
-def _torch_conv(x, weight, bias, activation, history):
-    dtype, length = compute_dtype(x), x.shape[1]
-    with torch.autocast(x.device.type, enabled=False):
-        window = torch.cat((history.transpose(1, 2), x), 1).to(dtype)
-        weight = weight.to(dtype)
-        y = None if bias is None else bias.to(dtype)
-        for j in range(weight.shape[1]):
-            term = window[:, j : j + length]
-            y = term * weight[:, j] if y is None else torch.addcmul(y, term, weight[:, j])
-        return (silu(y) if activation else y).to(x.dtype)
-
-
-def _package_conv(x, weight, bias, activation, history):
-    # The package wants channels last in memory for x and the state alike.
-    states = history.transpose(1, 2).contiguous().transpose(1, 2)
-    bias = None if bias is None else bias.to(weight.dtype)
-    with torch.cuda.device(x.device):
-        y = _causal_conv1d()(x.contiguous().transpose(1, 2), weight, bias, initial_states=states, activation=activation)
-    return y.transpose(1, 2)
 
 
 def _check(x, weight, bias, activation) -> None:

@@ -1,7 +1,6 @@
-# ruff: noqa: E501  (kernel signatures are long)
 """The causal depthwise convolution with its SiLU in Triton, for GPUs without the causal-conv1d package.
 
-`causal_conv.py` has shapes and meaning. The backward pass computes the sums before the activation again instead of saving them.
+`causal_conv.py` has shapes and meaning. The backward pass computes the sums before the activation again.
 """
 
 import torch
@@ -10,9 +9,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..common.triton_launch import on_device_of, unavailable
+from ..common.triton_launch import on_device_of
+from .types import ConvProblem
 
-__all__ = ["conv", "unavailable"]
+
+def unsupported(problem: ConvProblem) -> str | None:
+    """Why this problem cannot run, or None."""
+    return "it has no fp64" if problem.dtype == torch.float64 else None
 
 
 @triton.jit
@@ -29,7 +32,8 @@ def _inputs(x, history, i_b, t, c, m, T, C, sxb, sxt, W: tl.constexpr):
 
 @triton.jit
 def conv_kernel(
-    x, weight, bias, history, y, T, C, sxb, sxt,
+    x, weight, bias, history, y,
+    T, C, sxb, sxt,  # sizes, and strides of x
     W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     NT = tl.cdiv(T, BT)
@@ -53,10 +57,13 @@ def conv_kernel(
 
 @triton.jit
 def conv_backward_kernel(
-    x, weight, bias, history, dy, dx, d_history, d_weight, T, C, sxb, sxt,
+    x, weight, bias, history, dy,
+    dx, d_history, d_weight,  # written
+    T, C, sxb, sxt,  # sizes, and strides of x
     W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    # Tokens start at 1 - W, so that the history gets its gradient too. d_weight is [programs over tokens, W + 1, C]: the last row is the bias's.
+    # Tokens start at 1 - W, so that the history gets its gradient too.
+    # d_weight is [programs over tokens, W + 1, C]: the last row is the bias's.
     NT = tl.cdiv(T + W - 1, BT)
     NC = tl.cdiv(C, BC)
     pid = tl.program_id(0)
@@ -134,8 +141,8 @@ class Conv(torch.autograd.Function):
         d_weight = torch.empty(rows, W + 1, C, dtype=torch.float32, device=x.device)
         with on_device_of(x):
             conv_backward_kernel[(rows * triton.cdiv(C, BC),)](
-                x, weight, bias, history, dy.contiguous(), dx, d_history, d_weight, T, C, *x.stride()[:2], W, BT, BC, ctx.silu, bias is not None,
-                **BACKWARD_OPTIONS,
+                x, weight, bias, history, dy.contiguous(), dx, d_history, d_weight,
+                T, C, *x.stride()[:2], W, BT, BC, ctx.silu, bias is not None, **BACKWARD_OPTIONS,
             )  # fmt: skip
         total = d_weight.sum(0)
         d_bias = None if bias is None else total[W].to(bias.dtype)

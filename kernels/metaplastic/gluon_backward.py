@@ -29,7 +29,11 @@ PROGRAMS = 2  # programs a multiprocessor holds
 
 
 @triton.jit
-def growth_kernel(k, beta, growth, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr):  # fmt: skip
+def growth_kernel(
+    k, beta, growth,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    BH: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
     # growth[t]: the most that token t adds to the importance of any synapse of a head.
     NHB: tl.constexpr = (H + BH - 1) // BH
     pid = tl.program_id(0)
@@ -46,7 +50,9 @@ def growth_kernel(k, beta, growth, H: tl.constexpr, G: tl.constexpr, N: tl.const
 
 @triton.jit
 def segments_kernel(
-    log_decay, growth, prior, within, entry, cuts, table,
+    log_decay, growth, prior,
+    within, entry, cuts,  # written
+    table,  # blocks
     H: tl.constexpr, C: tl.constexpr, LIMIT: tl.constexpr, GROWTH: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
     # within[t]: the log decays from the segment's first token (left out) to t. entry[s]: the decay into segment s.
@@ -248,8 +254,12 @@ def token(k1, q1, v1, b1, d1, i1, M, J, dM, dJ, sums, NW: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["n_tokens"])
 def inside_loop_kernel(
-    q, k, v, beta, do, within, entry, cuts, prior, M0, J0, dM_out, dJ_out, dq, dk, dv, db, s_out, table, scratch, total, head0, heads, n_tokens,
-    H: gl.constexpr, G: gl.constexpr, N: gl.constexpr, P: gl.constexpr, C: gl.constexpr, NW: gl.constexpr, SLOTS: gl.constexpr,
+    q, k, v, beta, do, within, entry, cuts, prior, M0, J0,  # inputs, segments, the states at block starts
+    dM_out, dJ_out,  # written: what the block adds to the gradients of those states
+    dq, dk, dv, db, s_out,  # written: partial sums
+    table, scratch, total, head0, heads, n_tokens,  # blocks, states at segment ends, work and heads of this launch
+    H: gl.constexpr, G: gl.constexpr, N: gl.constexpr, P: gl.constexpr,
+    C: gl.constexpr, NW: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     # A thread owns 8 channels and 4 keys, a warp 32 channels and 32 keys, a program 32 channels and all keys.
     BP: gl.constexpr = 32
@@ -426,8 +436,9 @@ def fast_inside(k: Tensor, v: Tensor) -> Inside:
         grid = min(programs, work)
         scratch = torch.empty(grid, 2 * SLOTS * channels * N, dtype=torch.float32, device=k.device)
         inside_loop_kernel[(grid,)](
-            q, k, v, beta, do, within, entry, cuts, prior, *states, *d_states, *partial, blocks.table, scratch, work, head0, heads,
-            k.shape[0], H, G, N, P, BLOCK, NW, SLOTS, num_warps=NW,
+            q, k, v, beta, do, within, entry, cuts, prior, *states, *d_states, *partial,
+            blocks.table, scratch, work, head0, heads, k.shape[0],
+            H, G, N, P, BLOCK, NW, SLOTS, num_warps=NW,
         )  # fmt: skip
 
     store = torch.bfloat16 if v.dtype == k.dtype == torch.bfloat16 else torch.float32

@@ -22,8 +22,11 @@ MAX_TILE_NATS = 40.0  # the scale runs over exp(-20) .. exp(20), and products of
 
 @triton.jit
 def tile_decays_kernel(
-    log_decay, within, steep, table, n_tiles, H: tl.constexpr, S: tl.constexpr, BH: tl.constexpr, LIMIT: tl.constexpr
-):
+    log_decay,
+    within, steep,  # written
+    table, n_tiles,  # blocks
+    H: tl.constexpr, S: tl.constexpr, BH: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
     # within[t]: the log decays from the tile's first token to t. steep[block, head]: some tile decays by more than LIMIT.
     NHB: tl.constexpr = (H + BH - 1) // BH
     pid = tl.program_id(0)
@@ -46,8 +49,11 @@ def reciprocal(x):
 
 @gluon.jit
 def time_loop_kernel(
-    q, k, v, beta, within, prior, M0, J0, out, steep, table,
-    H: gl.constexpr, G: gl.constexpr, N: gl.constexpr, P: gl.constexpr, NW: gl.constexpr, S: gl.constexpr,
+    q, k, v, beta, within, prior, M0, J0,  # inputs, and the states at block starts
+    out,  # written
+    steep, table,  # blocks
+    H: gl.constexpr, G: gl.constexpr, N: gl.constexpr, P: gl.constexpr,
+    NW: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     # A thread owns 4 channels and N / 8 keys, a warp 16 channels and all keys.
     BP: gl.constexpr = 16 * NW

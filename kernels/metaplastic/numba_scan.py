@@ -23,9 +23,9 @@ from ..common.precision import compute_dtype
 from ..common.torch_blocks import needs_backward, row_lengths
 from . import numba_kernels
 from .torch_chunk import step
-from .types import ScanOutput, ScanState
+from .types import ScanInputs, ScanOutput, ScanState
 
-__all__ = ["scan", "step", "unavailable"]
+__all__ = ["scan", "step"]
 
 DEFAULT_CHUNK = 256
 # Shares of a group's channels: each has a dq and dk of its own, and so many threads can work on one sequence.
@@ -34,18 +34,9 @@ _SLICES = 16
 _WORTH_THREADS = 1 << 18
 
 
-def unavailable(device: torch.device) -> str | None:
-    """Runs on CPUs."""
-    return None if device.type == "cpu" else f"it runs on CPUs, not on {device.type}"
-
-
-def scan(q, k, v, beta, log_decay, prior, *, initial_state=None, cu_seqlens=None, chunk_size=None, variance=False):
-    """`metaplastic_scan` on a CPU; see `scan.metaplastic_scan` for shapes."""
-    inputs = (q, k, v, beta, log_decay, prior, *(initial_state or (None, None)))
-    dtype = compute_dtype(q, k, v, beta)
-    lengths = row_lengths(v.shape[0], v.shape[1], cu_seqlens)
-    layout = _Layout.of(k, v, beta, lengths, chunk_size or DEFAULT_CHUNK, dtype, needs_backward(*inputs))
-    output, var, M, J = _Scan.apply(*inputs, layout, variance)
+def scan(x: ScanInputs) -> ScanOutput:
+    """`scan.metaplastic_scan` on a CPU."""
+    output, var, M, J = _Scan.apply(*x.differentiable, _Layout.of(x), x.variance)
     return ScanOutput(output, ScanState(M, J), var)
 
 
@@ -60,14 +51,15 @@ class _Layout:
     state_size: int
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor, beta: Tensor, lengths: list[int], chunk: int, dtype, keep: bool) -> "_Layout":
+    def of(cls, x: ScanInputs) -> "_Layout":
+        dtype, chunk = compute_dtype(x.q, x.k, x.v, x.beta), x.chunk_size or DEFAULT_CHUNK
         width = numba_kernels.VECTOR_BYTES // dtype.itemsize
-        groups, size = k.shape[2:]
-        heads, channels = v.shape[2:]
-        per_group, g = heads // groups, beta.shape[3]
+        groups, size = x.k.shape[2:]
+        heads, channels = x.v.shape[2:]
+        per_group, g = heads // groups, x.beta.shape[3]
         # One head alone is cut too, for the sake of threads.
         tiles = next(n for n in range(1, g + 1) if g % n == 0 and (n == g or n * per_group >= _SLICES // 2))
-        length = np.array(lengths)
+        length = np.array(row_lengths(*x.v.shape[:2], x.cu_seqlens))
         stop = length.cumsum()
         kept = np.maximum((length - 1) // chunk, 0)
         sizes = numba_kernels.Sizes(
@@ -79,10 +71,10 @@ class _Layout:
             N=-(-size // width) * width,
             tiles=tiles,
             slices=min(per_group * tiles, _SLICES),
-            chunk=min(chunk, max(lengths)),
+            chunk=min(chunk, int(length.max())),
         )
         rows = np.stack([stop - length, stop, kept.cumsum() - kept], 1)
-        return cls(sizes, rows, int(kept.sum()) if keep else 0, dtype, size)
+        return cls(sizes, rows, int(kept.sum()) if needs_backward(*x.differentiable) else 0, dtype, size)
 
     def run(self, kernel, *arrays) -> None:
         """All pieces of work, each thread some that follow each other."""

@@ -5,51 +5,40 @@ import itertools
 import torch
 
 from ..common.precision import compute_dtype
-from .types import ScanOutput, ScanState
+from .types import ScanInputs, ScanOutput, ScanState
 
 
-def unavailable(device: torch.device) -> str | None:
-    """Runs everywhere."""
-    return None
-
-
-def scan(q, k, v, beta, log_decay, prior, *, initial_state=None, cu_seqlens=None, chunk_size=None, variance=False):
-    """`metaplastic_scan` by the recurrence itself; see `scan.metaplastic_scan` for shapes."""
-    with torch.autocast(v.device.type, enabled=False):
-        if cu_seqlens is None:
-            return _scan_rows(q, k, v, beta, log_decay, prior, initial_state, variance)
-        bounds = cu_seqlens.tolist()
+def scan(x: ScanInputs) -> ScanOutput:
+    """`scan.metaplastic_scan` by the recurrence itself."""
+    with torch.autocast(x.v.device.type, enabled=False):
+        if x.cu_seqlens is None:
+            return _scan_rows(x)
         parts = []
-        for i, (start, stop) in enumerate(itertools.pairwise(bounds)):
-            state = None if initial_state is None else ScanState(*(x[i : i + 1] for x in initial_state))
-            rows = [x[:, start:stop] for x in (q, k, v, beta, log_decay)]
-            parts.append(_scan_rows(*rows, prior, state, variance))
+        for i, (start, stop) in enumerate(itertools.pairwise(x.cu_seqlens.tolist())):
+            state = None if x.initial_state is None else ScanState(*(y[i : i + 1] for y in x.initial_state))
+            parts.append(
+                _scan_rows(ScanInputs(*(y[:, start:stop] for y in x[:5]), x.prior, state, variance=x.variance))
+            )
         return ScanOutput(
             torch.cat([p.output for p in parts], 1),
-            ScanState(*(torch.cat(x) for x in zip(*(p.state for p in parts), strict=True))),
-            torch.cat([p.variance for p in parts], 1) if variance else None,
+            ScanState(*(torch.cat(y) for y in zip(*(p.state for p in parts), strict=True))),
+            torch.cat([p.variance for p in parts], 1) if x.variance else None,
         )
 
 
-def _scan_rows(q, k, v, beta, log_decay, prior, initial_state, variance) -> ScanOutput:
-    batch, length, heads, head_dim = v.shape
-    groups, size = beta.shape[3], k.shape[3]
-    dtype = compute_dtype(q, k, v, beta)
-    state = initial_state or (
-        v.new_zeros(batch, heads, head_dim, size, dtype=dtype),
-        v.new_zeros(batch, heads, groups, size, dtype=dtype),
+def _scan_rows(x: ScanInputs) -> ScanOutput:
+    v, batch, heads = x.v, x.v.shape[0], x.v.shape[2]
+    size, groups, dtype = x.k.shape[3], x.beta.shape[3], compute_dtype(x.q, x.k, x.v, x.beta)
+    zeros = (v.new_zeros(batch, heads, rows, size, dtype=dtype) for rows in (v.shape[3], groups))
+    M, J = (y.to(dtype) for y in x.initial_state or zeros)
+    outputs, variances = [v.new_zeros(batch, 0, *v.shape[2:], dtype=dtype)], [J.new_zeros(batch, 0, heads, groups)]
+    for t in range(v.shape[1]):
+        M, J, output, var = _one_token(*(y[:, t] for y in x[:5]), x.prior, M, J)
+        outputs.append(output.unsqueeze(1))
+        variances.append(var.unsqueeze(1))
+    return ScanOutput(
+        torch.cat(outputs, 1).to(v.dtype), ScanState(M, J), torch.cat(variances, 1) if x.variance else None
     )
-    M, J = (x.to(dtype) for x in state)
-    outputs, variances = [], []
-    for t in range(length):
-        M, J, o, var = _one_token(q[:, t], k[:, t], v[:, t], beta[:, t], log_decay[:, t], prior, M, J)
-        outputs.append(o)
-        variances.append(var)
-    empty_output = v.new_zeros(batch, 0, heads, head_dim, dtype=dtype)
-    empty_variance = v.new_zeros(batch, 0, heads, groups, dtype=dtype)
-    output = torch.stack(outputs, 1) if outputs else empty_output
-    var = (torch.stack(variances, 1) if variances else empty_variance) if variance else None
-    return ScanOutput(output.to(v.dtype), ScanState(M, J), var)
 
 
 def _one_token(q, k, v, beta, log_decay, prior, M, J):
@@ -66,11 +55,11 @@ def _one_token(q, k, v, beta, log_decay, prior, M, J):
 
 
 @torch.no_grad()
-def step(q, k, v, beta, log_decay, prior, state, *, variance=False):
-    """`metaplastic_step` by the same equations; `state` is written in place."""
-    dtype = compute_dtype(q, k, v, beta, *state)
-    with torch.autocast(v.device.type, enabled=False):
-        M, J, output, var = _one_token(q, k, v, beta, log_decay, prior, state[0].to(dtype), state[1].to(dtype))
-    state[0].copy_(M)
-    state[1].copy_(J)
-    return output.to(v.dtype), var if variance else None
+def step(x: ScanInputs):
+    """`scan.metaplastic_step` by the same equations."""
+    dtype = compute_dtype(x.q, x.k, x.v, x.beta, *x.initial_state)
+    with torch.autocast(x.v.device.type, enabled=False):
+        M, J, output, var = _one_token(*x[:6], *(y.to(dtype) for y in x.initial_state))
+    x.initial_state.M.copy_(M)
+    x.initial_state.J.copy_(J)
+    return output.to(x.v.dtype), var if x.variance else None

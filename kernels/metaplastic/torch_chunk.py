@@ -31,31 +31,26 @@ from ..common.torch_blocks import (
     needs_backward,
     row_lengths,
 )
-from .types import ScanOutput, ScanState
+from .types import ScanInputs, ScanOutput, ScanState
 
 DEFAULT_CHUNK = 256
 # Elements of one temporary: half a megabyte of fp32. Larger ones leave the cache of a core (a third slower at 2 MB).
 _TILE_ELEMENTS = 131072
 
 
-def unavailable(device: torch.device) -> str | None:
-    """Runs everywhere."""
-    return None
-
-
-def scan(q, k, v, beta, log_decay, prior, *, initial_state=None, cu_seqlens=None, chunk_size=None, variance=False):
-    """`metaplastic_scan` in plain torch; see `scan.metaplastic_scan` for shapes."""
-    batch, length, heads, _ = v.shape
-    groups, state_size = beta.shape[3], k.shape[3]
-    lengths = row_lengths(batch, length, cu_seqlens)
+def scan(x: ScanInputs) -> ScanOutput:
+    """`scan.metaplastic_scan` in plain torch."""
+    batch, length, heads, _ = x.v.shape
+    groups, state_size = x.beta.shape[3], x.k.shape[3]
+    lengths = row_lengths(batch, length, x.cu_seqlens)
     block = min(_block_size(groups), max(lengths))
     lanes = max(1, _TILE_ELEMENTS // (groups * block * state_size))
     tile_heads = min(heads, lanes)
-    plan = make_plan(lengths, block, max(1, lanes // tile_heads), v.device)
-    inputs = (q, k, v, beta, log_decay, prior, *(initial_state or (None, None)))
-    save_every = max(1, (chunk_size or DEFAULT_CHUNK) // block) if needs_backward(*inputs) else NEVER
-    layout = _Layout(plan, tile_heads, save_every, variance)
-    output, var, M, J = _Scan.apply(*inputs, layout, compute_dtype(q, k, v, beta))
+    plan = make_plan(lengths, block, max(1, lanes // tile_heads), x.v.device)
+    inputs = x.differentiable
+    save_every = max(1, (x.chunk_size or DEFAULT_CHUNK) // block) if needs_backward(*inputs) else NEVER
+    layout = _Layout(plan, tile_heads, save_every, x.variance)
+    output, var, M, J = _Scan.apply(*inputs, layout, compute_dtype(x.q, x.k, x.v, x.beta))
     return ScanOutput(output, ScanState(M, J), var)
 
 
@@ -340,14 +335,14 @@ def _block_backward(b: _Block, prior, M, J, do, d_var, dM, dJ):
 
 
 @torch.no_grad()
-def step(q, k, v, beta, log_decay, prior, state, *, variance=False):
-    """`metaplastic_step` in plain torch; `state` is written in place."""
-    M, J = state
-    per_group, g = v.shape[1] // k.shape[1], beta.shape[2]
-    q, k = (x.to(M.dtype).repeat_interleave(per_group, 1).unsqueeze(2) for x in (q, k))  # [B, H, 1, N]
-    a = log_decay.to(M.dtype).exp()[..., None, None]
+def step(x: ScanInputs) -> tuple[Tensor, Tensor | None]:
+    """`scan.metaplastic_step` in plain torch."""
+    v, beta, (M, J) = x.v, x.beta, x.initial_state
+    per_group, g = v.shape[1] // x.k.shape[1], beta.shape[2]
+    q, k = (y.to(M.dtype).repeat_interleave(per_group, 1).unsqueeze(2) for y in (x.q, x.k))  # [B, H, 1, N]
+    a = x.log_decay.to(M.dtype).exp()[..., None, None]
     M.mul_(a).addcmul_(v.to(M.dtype).unsqueeze(-1), k)
     J.mul_(a).addcmul_(beta.to(M.dtype).unsqueeze(-1), k * k)
-    R = q / (J + prior.to(M.dtype)[:, None, None])  # [B, H, g, N]
+    R = q / (J + x.prior.to(M.dtype)[:, None, None])  # [B, H, g, N]
     output = (M.unflatten(2, (g, -1)) * R.unsqueeze(3)).sum(-1).flatten(2)
-    return output.to(v.dtype), (R * q).sum(-1) if variance else None
+    return output.to(v.dtype), (R * q).sum(-1) if x.variance else None

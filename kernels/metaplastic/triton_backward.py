@@ -1,8 +1,8 @@
-# ruff: noqa: E501, E741  (kernel signatures are long; I is the importance)
+# ruff: noqa: E741  (I is the importance)
 """The backward pass in plain Triton, by matrix products over short blocks; `docs/kernels.md` has the derivation.
 
-Three steps for a slab of heads: the states at block starts again, the part inside each block (all elementwise work), the
-part that crosses block ends. No decay is divided by, so decays may underflow.
+Three steps for a slab of heads: the states at block starts again, the part inside each block (all elementwise work),
+the part that crosses block ends. No decay is divided by, so decays may underflow.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,8 @@ def _read_out(I, M, q, ASM: tl.constexpr, DOT: tl.constexpr):
             mul.f32 p, $3, $4; rcp.approx.ftz.f32 r, p; mul.f32 x, r, $4; mul.f32 y, r, $3;
             mul.f32 a, x, $5; mul.f32 b, y, $6; cvt.rn.bf16x2.f32 $1, b, a; cvt.rn.bf16x2.f32 h, y, x;
             mul.rn.bf16x2 $0, h, $7; mul.rn.bf16x2 h, $0, $1; neg.bf16x2 $2, h;}""",
-            "=&r,=&r,=r,f,f,f,f,r", [I, M, q.to(tl.bfloat16)], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+            "=&r,=&r,=r,f,f,f,f,r", [I, M, q.to(tl.bfloat16)],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
     else:
         r = 1.0 / I
@@ -45,8 +46,12 @@ def _read_out(I, M, q, ASM: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n_tokens"])
 def inside_kernel(
-    q, k, v, beta, do, log_decay, prior, M0, J0, dM, dJ, dq, dk, dv, db, s_out, table, head0, heads, n_tokens,
-    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, S: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
+    q, k, v, beta, do, log_decay, prior, M0, J0,  # inputs, and the states at block starts
+    dM, dJ,  # written: what the block adds to the gradients of those states
+    dq, dk, dv, db, s_out,  # written: partial sums
+    table, head0, heads, n_tokens,  # blocks, and heads of this launch
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    S: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
     ASM: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     NKB: tl.constexpr = (N + BK - 1) // BK
@@ -165,9 +170,15 @@ def inside_kernel(
 
 @triton.jit(do_not_specialize=["n_tokens"])
 def crossing_kernel(
-    k, v, beta, log_decay, prior, M0, J0, dM, dJ, dk, dv_part, db_part, s_part, dv, db, dla, s_out, table, documents, head0, heads, n_tokens, n_blocks,
-    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,
-    DV_PARTS: tl.constexpr, DK_PARTS: tl.constexpr, S_PARTS: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    k, v, beta, log_decay, prior, M0, J0,  # inputs, and the states at block starts
+    dM, dJ,  # gradients of the states at block ends
+    dk, dv_part, db_part, s_part,  # partial sums; dk is added to
+    dv, db, dla, s_out,  # written
+    table, documents, head0, heads, n_tokens, n_blocks,  # blocks, and heads of this launch
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    S: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,
+    DV_PARTS: tl.constexpr, DK_PARTS: tl.constexpr, S_PARTS: tl.constexpr,
+    DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     # What reaches a block's tokens through the states at its end, and everything that needs the whole of dv and dbeta.
     pid = tl.program_id(0)
@@ -250,7 +261,10 @@ def crossing_kernel(
 
 
 @triton.jit
-def add_heads_kernel(part, total, group0, rows, G: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
+def add_heads_kernel(
+    part, total, group0, rows,
+    G: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
     # total[token, first group + i] += the sum of that group's `rows` partial gradients of the token.
     pid = tl.program_id(0)
     token = (pid // GROUPS).to(tl.int64)
@@ -322,8 +336,10 @@ def plain_inside(k: Tensor, v: Tensor, asm: bool) -> Inside:
     def launch(inputs, states, d_states, partial, blocks, head0, heads):
         q, k, v, beta, log_decay, prior, do = inputs
         inside_kernel[(blocks.count * heads * parts,)](
-            q, k, v, beta, do, log_decay, prior, *states, *d_states, *partial, blocks.table, head0, heads, k.shape[0],
-            v.shape[1], k.shape[1], N, v.shape[2], S, 2 if half else 1, BK, asm and half, dot, precision, num_warps=4, num_stages=1,
+            q, k, v, beta, do, log_decay, prior, *states, *d_states, *partial,
+            blocks.table, head0, heads, k.shape[0],
+            v.shape[1], k.shape[1], N, v.shape[2], S, 2 if half else 1, BK,
+            asm and half, dot, precision, num_warps=4, num_stages=1,
         )  # fmt: skip
 
     return Inside(S, torch.bfloat16 if half else torch.float32, parts, 1, parts, launch)
@@ -345,11 +361,13 @@ def backward(
         batch: sequences of `length` tokens; packed documents when `cu_seqlens` is given.
 
     Returns:
-        dq, dk in fp32, dv, dbeta in the inputs' dtype, dlog_decay and dprior in fp32, dM and dJ of the initial states (or None).
+        dq, dk in fp32, dv, dbeta in the inputs' dtype, dlog_decay and dprior in fp32, dM and dJ of the initial states
+        (or None).
     """
     n_tokens, G, N = k.shape
     H, P = v.shape[1:]
     dot, precision = dot_types(k, v)
+    BV = min(64 if dot == tl.bfloat16 else 16, power_of_two(P))
     blocks = make_blocks(batch, length, inside.block, k.device, cu_seqlens)
     bytes_a_head = (4 * blocks.count + 2 * blocks.rows) * P * N * inside.store.itemsize
     bytes_a_head += n_tokens * (
@@ -372,8 +390,9 @@ def backward(
         add_heads(dq, dq_h, head0, H // G)
         reverse_states(log_decay, *d_states, last, first, blocks, P * N, head0, heads)
         crossing_kernel[(blocks.count * heads,)](
-            k, v, beta, log_decay, prior, *states, *d_states, dk_h, dv_h, db_h, s_h, dv, db, dla, s, blocks.table, blocks.documents,
-            head0, heads, n_tokens, blocks.count, H, G, N, P, power_of_two(blocks.size), power_of_two(N), min(64 if dot == tl.bfloat16 else 16, power_of_two(P)),
+            k, v, beta, log_decay, prior, *states, *d_states, dk_h, dv_h, db_h, s_h, dv, db, dla, s,
+            blocks.table, blocks.documents, head0, heads, n_tokens, blocks.count,
+            H, G, N, P, power_of_two(blocks.size), power_of_two(N), BV,
             inside.dv_parts, inside.dk_parts, inside.s_parts, dot, precision, num_warps=4,
         )  # fmt: skip
         add_heads(dk, dk_h, head0, H // G)

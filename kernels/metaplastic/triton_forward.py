@@ -1,4 +1,3 @@
-# ruff: noqa: E501  (kernel signatures are long; I is the importance)
 """The forward pass in plain Triton: a time loop in fp32 over each block, from the state at the block's start."""
 
 import triton
@@ -10,8 +9,11 @@ from ..common.triton_launch import power_of_two
 
 @triton.jit
 def forward_kernel(
-    q, k, v, beta, log_decay, prior, M0, J0, out, variance, final_M, final_J, only, table, documents,
-    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, HAS_START: tl.constexpr, VARIANCE: tl.constexpr, HAS_ONLY: tl.constexpr, STORE_FINAL: tl.constexpr,
+    q, k, v, beta, log_decay, prior, M0, J0,  # inputs, and the states at block starts
+    out, variance, final_M, final_J,  # written
+    only, table, documents,  # blocks
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,
+    HAS_START: tl.constexpr, VARIANCE: tl.constexpr, HAS_ONLY: tl.constexpr, STORE_FINAL: tl.constexpr,
 ):  # fmt: skip
     NVB: tl.constexpr = (P + BV - 1) // BV
     pid = tl.program_id(0)
@@ -80,6 +82,8 @@ def forward(q, k, v, beta, log_decay, prior, starts, blocks: Blocks, out, varian
     BN = power_of_two(N)
     BV = min(power_of_two(P, 4), max(4, 2048 // BN))
     forward_kernel[(blocks.count * H * triton.cdiv(P, BV),)](
-        q, k, v, beta, log_decay, prior, *(starts or (None, None)), out, variance, *(final or (None, None)), only, blocks.table, blocks.documents,
-        H, G, N, P, BN, BV, starts is not None, variance is not None, only is not None, final is not None, num_warps=4 if BN * BV >= 2048 else 1,
+        q, k, v, beta, log_decay, prior, *(starts or (None, None)),
+        out, variance, *(final or (None, None)), only, blocks.table, blocks.documents,
+        H, G, N, P, BN, BV, starts is not None, variance is not None, only is not None, final is not None,
+        num_warps=4 if BN * BV >= 2048 else 1,
     )  # fmt: skip

@@ -1,11 +1,9 @@
-# ruff: noqa: E501, E741  (kernel signatures are long; I is the importance)
+# ruff: noqa: E741  (I is the importance)
 """One beta a head: the importance is then a vector over keys, and the read-out is Mamba2's on q / I.
 
-Everything is a matrix product over blocks of tokens, so this costs about what Mamba2's own scan does. A few beta groups a head
-are that many narrower heads. Letters as in `docs/kernels.md`: L decays from s to t, e from the block's start, w to its end.
+Everything is a matrix product over blocks of tokens, so this costs about what Mamba2's own scan does. A few beta
+groups a head are that many narrower heads. `docs/kernels.md` has the names.
 """
-
-import contextlib
 
 import torch
 import triton
@@ -14,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..common.triton_blocks import Blocks, clear_first_tokens, make_blocks
-from ..common.triton_launch import power_of_two
+from ..common.triton_launch import on_device_of, power_of_two
 from .kept import kept
 from .triton_backward import add_heads
 from .triton_states import block_states, dot_types, load_log_decay, reverse_states
@@ -22,8 +20,11 @@ from .triton_states import block_states, dot_types, load_log_decay, reverse_stat
 
 @triton.jit
 def vector_states_kernel(
-    k, beta, log_decay, initial, out, table, documents, n_blocks,
-    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    k, beta, log_decay, initial,  # inputs
+    out,  # written
+    table, documents, n_blocks,  # blocks
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
+    BK: tl.constexpr, BT: tl.constexpr, HAS_INITIAL: tl.constexpr,
 ):  # fmt: skip
     # J at every block's start, and behind the blocks each document's final one.
     NKB: tl.constexpr = (N + BK - 1) // BK
@@ -33,7 +34,7 @@ def vector_states_kernel(
     i_d = row // H
     i_h = row % H
     i_g = i_h // (H // G)
-    ot = tl.arange(0, C)
+    ot = tl.arange(0, BT)
     mk = ok < N
     J = tl.zeros([BK], tl.float32)
     if HAS_INITIAL:
@@ -57,8 +58,10 @@ def vector_states_kernel(
 
 @triton.jit
 def _block(
-    q, k, beta, log_decay, prior, J0, table, block, i_h, pid,
-    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    q, k, beta, log_decay, prior, J0,
+    table, block, i_h, pid,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
+    S: tl.constexpr, BN: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """What every kernel below needs of a block: first token, mask, L, e, w, keys, beta, importance and q / I."""
     i_g = i_h // (H // G)
@@ -86,8 +89,11 @@ def _block(
 
 @triton.jit
 def shared_forward_kernel(
-    q, k, v, beta, log_decay, prior, M0, J0, out, variance, table,
-    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,
+    q, k, v, beta, log_decay, prior, M0, J0,  # inputs, and the states at block starts
+    out, variance,  # written
+    table,  # blocks
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    S: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,
     VARIANCE: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -119,8 +125,10 @@ def shared_forward_kernel(
 
 @triton.jit
 def _q_gradient(
-    v, do, M0, start, m, L, e, kf, i_h, pid,
-    H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    v, do, M0,
+    start, m, L, e, kf, i_h, pid,  # of `_block`
+    H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    S: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """L * (do v^T), and the gradient of q / I."""
     os = tl.arange(0, S)
@@ -146,8 +154,11 @@ def _q_gradient(
 
 @triton.jit
 def shared_inside_kernel(
-    q, k, v, beta, do, log_decay, prior, M0, J0, dM, dJ, table,
-    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,
+    q, k, v, beta, do, log_decay, prior, M0, J0,  # inputs, and the states at block starts
+    dM, dJ,  # written
+    table,  # blocks
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    S: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,
     DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     # What a block adds to the gradients of the states at its start.
@@ -173,8 +184,12 @@ def shared_inside_kernel(
 
 @triton.jit
 def shared_backward_kernel(
-    q, k, v, beta, do, log_decay, prior, M0, J0, dM, dJ, dq, dk, dv, db, dla, s_out, table, documents, n_blocks,
-    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,
+    q, k, v, beta, do, log_decay, prior, M0, J0,  # inputs, and the states at block starts
+    dM, dJ,  # gradients of the states at block ends
+    dq, dk, dv, db, dla, s_out,  # written
+    table, documents, n_blocks,  # blocks
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    S: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,
     DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -247,14 +262,18 @@ def _states(k, v, beta, log_decay, blocks: Blocks, initial, store) -> tuple[Tens
     block_states(k, v, None, log_decay, blocks, initial, (M, None))
     BK = min(64, power_of_two(N))
     vector_states_kernel[(blocks.rows * H * triton.cdiv(N, BK),)](
-        k, beta, log_decay, None if initial is None else initial[1], J, blocks.table, blocks.documents, blocks.count,
+        k, beta, log_decay, None if initial is None else initial[1], J,
+        blocks.table, blocks.documents, blocks.count,
         H, k.shape[1], N, BK, power_of_two(blocks.size), initial is not None, num_warps=4,
     )  # fmt: skip
     return M, J
 
 
 class SharedScan(torch.autograd.Function):
-    """The scan with one beta a head: q, k [tokens, G, N], v [tokens, H, P], beta, log_decay [tokens, H], states M [rows, H, P, N], J [rows, H, N]."""
+    """The scan with one beta a head.
+
+    q, k [tokens, G, N], v [tokens, H, P], beta, log_decay [tokens, H], states M [rows, H, P, N], J [rows, H, N].
+    """
 
     @staticmethod
     def forward(ctx, q, k, v, beta, log_decay, prior, M0, J0, batch, cu_seqlens, variance):
@@ -278,21 +297,20 @@ class SharedScan(torch.autograd.Function):
         out = torch.empty_like(v)
         var = torch.empty(n_tokens, H, dtype=torch.float32, device=v.device) if variance else None
         shared_forward_kernel[(blocks.count * H,)](
-            q, k, v, beta, log_decay, prior, M, J, out, var, blocks.table, H, G, N, P, S, BN, BV, variance, dot, precision, num_warps=4
+            q, k, v, beta, log_decay, prior, M, J, out, var, blocks.table,
+            H, G, N, P, S, BN, BV, variance, dot, precision, num_warps=4,
         )  # fmt: skip
         return out, M[blocks.count :].clone(), J[blocks.count :].clone(), var
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do, dM_last, dJ_last, _):
-        with (
-            torch.cuda.device(ctx.saved_tensors[2].device) if ctx.saved_tensors[2].is_cuda else contextlib.nullcontext()
-        ):
-            return SharedScan._backward(ctx, do, dM_last, dJ_last)
+        saved = ctx.saved_tensors  # once: activation checkpointing lets no tensor be unpacked twice
+        with on_device_of(saved[2]):
+            return SharedScan._gradients(*saved, do, dM_last, dJ_last, ctx.batch)
 
     @staticmethod
-    def _backward(ctx, do, dM_last, dJ_last):
-        q, k, v, beta, log_decay, prior, M0, J0, cu_seqlens = ctx.saved_tensors
+    def _gradients(q, k, v, beta, log_decay, prior, M0, J0, cu_seqlens, do, dM_last, dJ_last, batch):
         n_tokens, H, P = v.shape
         G, N = k.shape[1:]
         S, BN, BV = _tiles(k, v)
@@ -300,7 +318,7 @@ class SharedScan(torch.autograd.Function):
         half = dot == tl.bfloat16
         initial = None if M0 is None else (M0, J0)
         do = torch.zeros_like(v) if do is None else do.contiguous()
-        blocks = make_blocks(ctx.batch, n_tokens // ctx.batch, S, v.device, cu_seqlens)
+        blocks = make_blocks(batch, n_tokens // batch, S, v.device, cu_seqlens)
         store = torch.bfloat16 if half else torch.float32
         new = lambda *shape, dtype=torch.float32: torch.empty(*shape, dtype=dtype, device=v.device)  # noqa: E731
         M, J = _states(k, v, beta, log_decay, blocks, initial, store)
@@ -319,7 +337,7 @@ class SharedScan(torch.autograd.Function):
             *inputs, dq_h, dk_h, dv, db, dla, s, blocks.table, blocks.documents, blocks.count, *sizes, num_warps=4
         )
         if initial is None:
-            clear_first_tokens(dla, ctx.batch, cu_seqlens)
+            clear_first_tokens(dla, batch, cu_seqlens)
         dq, dk = (torch.zeros(n_tokens, G, N, dtype=torch.float32, device=v.device) for _ in range(2))
         add_heads(dq, dq_h, 0, H // G)
         add_heads(dk, dk_h, 0, H // G)

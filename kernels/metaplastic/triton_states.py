@@ -1,4 +1,3 @@
-# ruff: noqa: E501  (kernel signatures are long; I is the importance)
 """The two states at block boundaries: forwards by matrix products, and their gradients backwards.
 
 Both states are linear recurrences with one scalar decay a head, so over a block with cumulative log decay g
@@ -23,11 +22,14 @@ def load_log_decay(p, m):
 
 @triton.jit
 def block_states_kernel(
-    k, v, beta, log_decay, initial_M, initial_J, M_out, J_out, table, documents, head0, heads, n_blocks,
-    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, EVERY: tl.constexpr,
+    k, v, beta, log_decay, initial_M, initial_J,  # inputs
+    M_out, J_out,  # written
+    table, documents, head0, heads, n_blocks,  # blocks, and heads of this launch
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, EVERY: tl.constexpr,
     HAS_INITIAL: tl.constexpr, WITH_J: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    # A program carries a tile of both states over a document, C tokens a step; blocks are EVERY steps.
+    # A program carries a tile of both states over a document, BT tokens a step; blocks are EVERY steps.
     NKB: tl.constexpr = (N + BK - 1) // BK
     NVB: tl.constexpr = (P + BV - 1) // BV
     pid = tl.program_id(0)
@@ -40,7 +42,7 @@ def block_states_kernel(
     i_g = i_h // (H // G)
     ok = i_k * BK + tl.arange(0, BK)
     ov = i_v * BV + tl.arange(0, BV)
-    ot = tl.arange(0, C)
+    ot = tl.arange(0, BT)
     mk = (ok < N)[None, :]
     mv = (ov < P)[None, :]
     inside = (ov < P)[:, None] & mk
@@ -74,18 +76,18 @@ def block_states_kernel(
     vv = tl.load(pv + ox, mask=m[:, None] & mv, other=0.0)
     bb = tl.load(pb + ox, mask=m[:, None] & mv, other=0.0)
     la = load_log_decay(pa + ot * H, m)
-    for i in range((length + C - 1) // C):
+    for i in range((length + BT - 1) // BT):
         if i % EVERY == 0:
             at = ((first + i // EVERY).to(tl.int64) * heads + i_l) * (N * P)
             tl.store((M_out + at) + tile, M.to(M_out.dtype.element_ty), mask=inside)
             if WITH_J:
                 tl.store((J_out + at) + tile, J.to(J_out.dtype.element_ty), mask=inside)
         # The next step's operands are on their way while this one's are used.
-        pk += C * G * N
-        pv += C * H * P
-        pb += C * H * P
-        pa += C * H
-        m = (i + 1) * C + ot < length
+        pk += BT * G * N
+        pv += BT * H * P
+        pb += BT * H * P
+        pa += BT * H
+        m = (i + 1) * BT + ot < length
         k_next = tl.load(pk + o_k, mask=m[:, None] & mk, other=0.0)
         v_next = tl.load(pv + ox, mask=m[:, None] & mv, other=0.0)
         b_next = tl.load(pb + ox, mask=m[:, None] & mv, other=0.0)
@@ -126,8 +128,11 @@ def block_decays_kernel(log_decay, out, table, H: tl.constexpr, BH: tl.constexpr
 
 @triton.jit
 def reverse_states_kernel(
-    decay, dM, dJ, last_dM, last_dJ, first_dM, first_dJ, documents, head0, heads,
-    H: tl.constexpr, PN: tl.constexpr, BLOCK: tl.constexpr, HAS_LAST: tl.constexpr, STORE_FIRST: tl.constexpr, WITH_J: tl.constexpr,
+    decay, dM, dJ,  # of blocks; the last two in place
+    last_dM, last_dJ, first_dM, first_dJ,  # of final states, read, and of initial ones, written
+    documents, head0, heads,
+    H: tl.constexpr, PN: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_LAST: tl.constexpr, STORE_FIRST: tl.constexpr, WITH_J: tl.constexpr,
 ):  # fmt: skip
     # dM[block] comes in as the block's own contribution and leaves as the gradient of the state at the block's END.
     pid = tl.program_id(0)
@@ -206,12 +211,14 @@ def block_states(k, v, beta, log_decay, blocks: Blocks, initial, out, *, head0=0
     heads = H if heads is None else heads
     dot, precision = dot_types(k, v)
     BK, BV = min(64, power_of_two(N)), min(64, power_of_two(P))
-    C = min(token_tile, blocks.size)
+    BT = min(token_tile, blocks.size)
     if dot == tl.float32:
-        BK, BV, C = min(32, BK), min(32, BV), min(32, C)
+        BK, BV, BT = min(32, BK), min(32, BV), min(32, BT)
     block_states_kernel[(blocks.rows * heads * triton.cdiv(N, BK) * triton.cdiv(P, BV),)](
-        k, v, beta, log_decay, *(initial or (None, None)), *out, blocks.table, blocks.documents, head0, heads, blocks.count,
-        H, G, N, P, BK, BV, C, blocks.size // C, initial is not None, beta is not None, dot, precision, num_warps=4,
+        k, v, beta, log_decay, *(initial or (None, None)), *out,
+        blocks.table, blocks.documents, head0, heads, blocks.count,
+        H, G, N, P, BK, BV, BT, blocks.size // BT,
+        initial is not None, beta is not None, dot, precision, num_warps=4,
     )  # fmt: skip
 
 

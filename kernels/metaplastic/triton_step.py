@@ -1,4 +1,3 @@
-# ruff: noqa: E501  (kernel signatures are long; I is the importance)
 """One token of decoding in one kernel: both states are read and written once, in place."""
 
 import triton
@@ -9,8 +8,11 @@ from ..common.triton_launch import power_of_two
 
 @triton.jit
 def step_kernel(
-    q, k, v, beta, log_decay, prior, M, J, out, variance, sMb, sMh, sMp, sJb, sJh, sJp,
-    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, VARIANCE: tl.constexpr,
+    q, k, v, beta, log_decay, prior, M, J,  # inputs; the states in place
+    out, variance,  # written
+    sMb, sMh, sMp, sJb, sJh, sJp,  # strides of the states
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    BN: tl.constexpr, BV: tl.constexpr, VARIANCE: tl.constexpr,
 ):  # fmt: skip
     # A beta for every channel: a program owns BV rows of both states.
     NVB: tl.constexpr = (P + BV - 1) // BV
@@ -48,8 +50,11 @@ def step_kernel(
 
 @triton.jit
 def step_grouped_kernel(
-    q, k, v, beta, log_decay, prior, M, J, out, variance, sMb, sMh, sMp, sJb, sJh, sJp,
-    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, VARIANCE: tl.constexpr, GB: tl.constexpr,
+    q, k, v, beta, log_decay, prior, M, J,
+    out, variance,
+    sMb, sMh, sMp, sJb, sJh, sJp,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    BN: tl.constexpr, BV: tl.constexpr, VARIANCE: tl.constexpr, GB: tl.constexpr,
 ):  # fmt: skip
     # Channels that share a beta share a row of J: one program owns them all, so that the row is updated once.
     PER: tl.constexpr = P // GB

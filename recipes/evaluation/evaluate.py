@@ -15,8 +15,10 @@ from ...base.errors import UsageError
 from ...base.files import named_path, refuse_file_name, refuse_to_replace
 from ...base.text import data_name
 from ...kernels.backends import describe_device
-from ...kernels.metaplastic import scan as api
-from ...kernels.ssd import mamba2_scan as ssd
+from ...kernels.common.precision import DTYPES, dtype_name
+from ...kernels.metaplastic.scan import METAPLASTIC_SCAN
+from ...kernels.ssd.mamba2_scan import MAMBA2_SCAN
+from ...kernels.ssd.types import SsdProblem
 from ...surgery.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ...surgery.checkpoint.loading import load_model
 from ...surgery.checkpoint.sources import files_read
@@ -28,7 +30,6 @@ from .seen import seen_text
 from .suites.suite import SUITES, EvalOptions, EvalText, Subject, SuiteResult, suite_module
 
 HARNESS = "lm_eval"
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
 def evaluate(
@@ -174,9 +175,9 @@ def _tokenizer(checkpoints: Sequence[Checkpoint], named: str | Path | None, toke
 def _dtype(name: str | None, device: str) -> torch.dtype | None:
     if name is None:
         return torch.float32 if torch.device(device).type == "cpu" else None
-    if name not in _DTYPES:
-        raise UsageError(f"--dtype {name}: expected one of {', '.join(_DTYPES)}")
-    return _DTYPES[name]
+    if name not in DTYPES:
+        raise UsageError(f"--dtype {name}: expected one of {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def _facts(checkpoint: Checkpoint, model: Any, seen: SeenText | None) -> EvaluatedModel:
@@ -185,7 +186,7 @@ def _facts(checkpoint: Checkpoint, model: Any, seen: SeenText | None) -> Evaluat
         fingerprint=checkpoint.fingerprint,
         layout=checkpoint.layout,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        dtype=str(model.config.dtype).removeprefix("torch."),
+        dtype=dtype_name(model.config.dtype),
         palimpsa_layers=list(checkpoint.palimpsa_layers),
         seen=seen,
     )
@@ -195,8 +196,8 @@ def _backends(model: Any) -> dict[str, str]:
     """The kernels of each kind of layer on this device."""
     weight = model.get_input_embeddings().weight
     return {
-        "metaplastic scan": api.resolve_backend("auto", weight.device),
-        "mamba2 scan": ssd.resolve_ssd_backend("auto", weight.device, weight.dtype),
+        "metaplastic scan": METAPLASTIC_SCAN.resolve("auto", weight.device),
+        "mamba2 scan": MAMBA2_SCAN.resolve("auto", weight.device, SsdProblem(weight.dtype)),
     }
 
 

@@ -17,7 +17,7 @@ from ...base.console import counted, human_count, human_seconds, setup_logging
 from ...base.errors import UsageError
 from ...base.files import named_path
 from ...kernels.backends import require_kernels, set_require_kernels
-from ...kernels.metaplastic.scan import resolve_backend
+from ...kernels.metaplastic.scan import METAPLASTIC_SCAN
 from ...surgery.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ...surgery.checkpoint.loading import load_model
 from ...surgery.checkpoint.tokenizer import open_tokenizer, with_tokenizer
@@ -201,7 +201,7 @@ def assemble(accelerator: Any, checkpoint: Checkpoint, recipe: Recipe, out: Path
     """Model, text, optimiser and validation of a run, prepared for the processes that share it."""
     resolve_loss(recipe.loss, accelerator.device)
     if require_kernels():
-        resolve_backend("auto", accelerator.device)
+        METAPLASTIC_SCAN.resolve("auto", accelerator.device)
     tokenizer = open_tokenizer(checkpoint, option=TOKENIZER_KEY)
     model = prepare_mode(load_model(checkpoint), checkpoint, recipe)
     stream, validation = open_streams(accelerator, recipe, tokenizer, model.config.vocab_size)

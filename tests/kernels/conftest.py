@@ -1,9 +1,11 @@
 """Problems for the tests of the operator: every kind of decay, small sizes, one seed each."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from palimpsa_surgery.kernels import backends
 
 NAMES = ("q", "k", "v", "beta", "log_decay", "prior", "M0", "J0")
 
@@ -86,3 +88,29 @@ def _results(p, backend, *, variance=True, cu_seqlens=None, chunk_size=None):
 def results():
     """results(problem, backend, variance=, cu_seqlens=, chunk_size=) -> outputs and gradients by name."""
     return _results
+
+
+@pytest.fixture
+def imported(monkeypatch):
+    """A dict of modules, or errors, that importing these backends' modules gives instead of what is there."""
+    found, real = {}, backends._import
+    monkeypatch.setattr(backends, "_import", lambda name: found.get(name) or real(name))
+    return found
+
+
+@pytest.fixture
+def import_anew():
+    """import_anew(name): what importing a backend's module gives now, whatever it gave before and will give later."""
+    import_once, names = backends._import.__wrapped__, []
+
+    def forget(name):
+        sys.modules.pop(f"palimpsa_surgery.kernels.{name}", None)
+
+    def load(name):
+        names.append(name)
+        forget(name)
+        return import_once(name)
+
+    yield load
+    for name in names:
+        forget(name)

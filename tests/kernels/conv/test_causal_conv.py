@@ -1,14 +1,15 @@
 """The causal convolution against torch's own, its states at every short length, documents, and its backends."""
 
 import itertools
+import sys
 import types
 
 import pytest
 import torch
 from palimpsa_surgery.base.errors import KernelUnavailableError, UsageError
 from palimpsa_surgery.kernels import backends
-from palimpsa_surgery.kernels.conv import causal_conv as conv
-from palimpsa_surgery.kernels.conv.causal_conv import causal_conv, causal_conv_step
+from palimpsa_surgery.kernels.conv.causal_conv import CAUSAL_CONV, causal_conv, causal_conv_step
+from palimpsa_surgery.kernels.conv.types import ConvProblem
 from torch.nn.functional import conv1d, silu
 
 LENGTHS = [1, 2, 3, 4, 5, 64, 65]
@@ -29,7 +30,7 @@ def direct(x, weight, bias, state, activation="silu"):
 
 
 def test_every_backend_says_why_it_cannot_run():
-    found = conv.conv_backends(torch.device("cpu"))
+    found = CAUSAL_CONV.unavailable("cpu")
     assert list(found) == ["causal_conv1d", "triton", "torch"]
     assert found.pop("torch") is None
     assert all(found.values()), "the others need a GPU"
@@ -156,8 +157,8 @@ def test_a_step_needs_its_state():
 
 
 @pytest.fixture
-def backend(monkeypatch):
-    """A stand-in for the causal-conv1d package and for the Triton module, both counting their calls."""
+def backend(monkeypatch, import_anew):
+    """Modules over a stand-in for the causal-conv1d package and for the Triton kernels, and the list of their calls."""
     calls = []
 
     def package(x, weight, bias, *, initial_states, activation):
@@ -169,61 +170,59 @@ def backend(monkeypatch):
         calls.append("triton")
         return direct(x, weight, bias, history, activation)[0]
 
-    module = types.SimpleNamespace(conv=kernel, unavailable=lambda device: None)
-    monkeypatch.setattr(conv, "_causal_conv1d", lambda: package)
-    monkeypatch.setattr(conv, "kernel_module", lambda name: module)
+    monkeypatch.setitem(sys.modules, "causal_conv1d", types.SimpleNamespace(causal_conv1d_fn=package))
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
-    return calls
+    modules = {"causal_conv1d": import_anew("conv.package_conv"), "triton": types.SimpleNamespace(conv=kernel)}
+    return modules, calls
 
 
 @pytest.mark.parametrize("name", ["causal_conv1d", "triton"])
 @pytest.mark.parametrize("cu_seqlens", [None, [0, 1, 1, 3, 9]])
 def test_other_backends_get_the_same_meaning(monkeypatch, backend, name, cu_seqlens):
+    modules, calls = backend
     rows = 1 if cu_seqlens is None else 4
     x, weight, bias, state = inputs(9, batch=1, rows=rows)
     cu = None if cu_seqlens is None else torch.tensor(cu_seqlens)
     want = causal_conv(x, weight, bias, initial_state=state, cu_seqlens=cu, backend="torch")
-    monkeypatch.setattr(conv, "resolve_conv_backend", lambda *a: name)
+    monkeypatch.setattr(CAUSAL_CONV, "choose", lambda *a: modules[name])
     got = causal_conv(x, weight, bias, initial_state=state, cu_seqlens=cu)
-    assert backend == [name]
+    assert calls == [name]
     for a, b in zip(got, want, strict=True):
         assert torch.allclose(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_which_backend_runs_where(monkeypatch):
-    monkeypatch.setattr(conv, "why_conv_unavailable", lambda name, device: None if device.type == "cuda" else "no GPU")
-    assert conv.resolve_conv_backend("auto", "cuda") == "causal_conv1d"
-    assert conv.resolve_conv_backend("auto", "cuda", torch.float64) == "torch"
-    assert conv.resolve_conv_backend("auto", "cpu") == "torch"
-    assert conv.resolve_conv_backend("auto", "cuda", channels=12) == "triton"
-    assert conv.resolve_conv_backend("auto", "cuda", channels=16, width=5) == "triton"
-    with pytest.raises(KernelUnavailableError, match="causal_conv1d: it needs a multiple of 8 channels, not 12"):
-        conv.resolve_conv_backend("causal_conv1d", "cuda", channels=12)
-    with pytest.raises(KernelUnavailableError, match=r"cannot run on a kernel on cpu \(triton: no GPU\)"):
-        conv.resolve_conv_backend("triton", "cpu")
-    with pytest.raises(UsageError, match="backend='fft' is unknown for the convolution; expected auto, causal_conv1d"):
-        conv.resolve_conv_backend("fft", "cpu")
+def test_which_backend_runs_where(backend, imported):
+    pytest.importorskip("triton")
+    imported["conv.package_conv"] = backend[0]["causal_conv1d"]
+    half = ConvProblem(torch.bfloat16)
+    for problem, chosen in (
+        (None, "causal_conv1d"),
+        (half, "causal_conv1d"),
+        (half._replace(dtype=torch.float64), "torch"),
+        (half._replace(channels=12), "triton"),
+        (half._replace(channels=16, width=5), "triton"),
+    ):
+        assert CAUSAL_CONV.resolve("auto", "cuda", problem) == chosen
+    assert CAUSAL_CONV.resolve("auto", "cpu") == "torch"
+    with pytest.raises(KernelUnavailableError, match="'causal_conv1d': it needs a multiple of 8 channels, not 12"):
+        CAUSAL_CONV.resolve("causal_conv1d", "cuda", half._replace(channels=12))
+    with pytest.raises(UsageError, match="'fft' is unknown for the causal convolution; expected auto, causal_conv1d"):
+        CAUSAL_CONV.resolve("fft", "cpu")
 
 
-def test_a_broken_package_never_stops_the_tool(monkeypatch):
-    def broken(name):
-        raise OSError("undefined symbol")
-
-    monkeypatch.setattr(conv, "kernel_module", broken)
-    monkeypatch.setattr(conv, "_causal_conv1d", lambda: "causal-conv1d cannot be imported (OSError: undefined symbol)")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert conv.resolve_conv_backend("auto", "cuda") == "torch"
-    assert conv.causal_conv1d_unavailable() == "causal-conv1d cannot be imported (OSError: undefined symbol)"
-    assert (
-        conv.why_conv_unavailable("triton", torch.device("cuda")) == "it cannot be imported (OSError: undefined symbol)"
-    )
+def test_a_broken_package_never_stops_the_tool(imported):
+    broken = OSError("undefined symbol")
+    imported |= {"conv.package_conv": broken, "conv.triton_conv": broken}
+    assert CAUSAL_CONV.resolve("auto", "cuda") == "torch"
+    reason = "it cannot be imported (OSError: undefined symbol)"
+    assert CAUSAL_CONV.unavailable("cuda") == {"causal_conv1d": reason, "triton": reason, "torch": None}
 
 
 def test_required_kernels_are_never_replaced():
     x, weight, bias, _ = inputs(5)
     backends.set_require_kernels(True)
     try:
-        with pytest.raises(KernelUnavailableError, match="the causal convolution cannot run on a kernel on cpu"):
+        with pytest.raises(KernelUnavailableError, match="none can run the causal convolution on cpu"):
             causal_conv(x, weight, bias)
         assert causal_conv(x, weight, bias, backend="torch")[0].shape == x.shape
     finally:
@@ -233,7 +232,7 @@ def test_required_kernels_are_never_replaced():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["causal_conv1d", "triton", "torch"])
 def test_every_backend_on_a_gpu(name):
-    if conv.why_conv_unavailable(name, torch.device("cuda")):
+    if CAUSAL_CONV.reason(name, "cuda"):
         pytest.skip(f"{name} cannot run here")
     x, weight, bias, state = (t.float().cuda() for t in inputs(77, C=64))
     y, final = causal_conv(x, weight, bias, initial_state=state, backend=name)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from palimpsa_surgery.kernels.metaplastic.scan import metaplastic_scan, metaplastic_step, why_unavailable
+from palimpsa_surgery.kernels.metaplastic.scan import METAPLASTIC_SCAN, metaplastic_scan, metaplastic_step
 
 LENGTHS = [1, 3, 63, 64, 65, 127, 128, 129, 255, 256, 257]
 FP64, FP32, FP32_GRAD = 1e-12, 1e-5, 1e-5  # relative L2
@@ -13,7 +13,7 @@ FP64, FP32, FP32_GRAD = 1e-12, 1e-5, 1e-5  # relative L2
 
 @pytest.fixture(params=["torch", "numba"])
 def backend(request):
-    if why_unavailable(request.param, "cpu"):
+    if METAPLASTIC_SCAN.reason(request.param, "cpu"):
         pytest.skip(f"{request.param} cannot run here")
     return request.param
 

@@ -6,8 +6,9 @@ from palimpsa_surgery.kernels.metaplastic import scan as api
 
 pytest.importorskip("triton.experimental.gluon")
 from palimpsa_surgery.kernels.metaplastic import gluon_scan
+from palimpsa_surgery.kernels.metaplastic.types import ScanProblem
 
-SHAPE = api.ScanShape(1, 64, 1, 2, 64, 128, 64, torch.bfloat16)
+PROBLEM = ScanProblem(torch.bfloat16, 64, 128, 64)
 # bf16 inputs: rounding the exact output costs 1.7e-3; gradients also round partial sums and block states.
 BF16 = {
     "output": 2.2e-3,
@@ -30,12 +31,12 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
     ({"variance": True}, "no variance"),
 ])  # fmt: skip
 def test_what_it_cannot_take_is_said(change, message):
-    assert gluon_scan.unsupported(SHAPE) is None
-    assert message in gluon_scan.unsupported(SHAPE._replace(**change))
+    assert gluon_scan.unsupported(PROBLEM) is None
+    assert message in gluon_scan.unsupported(PROBLEM._replace(**change))
 
 
 def test_it_needs_an_nvidia_gpu():
-    assert "not cpu" in gluon_scan.unavailable(torch.device("cpu"))
+    assert api.METAPLASTIC_SCAN.reason("gluon", "cpu") == "it runs on cuda, not on cpu"
 
 
 def make_inputs(B, T, H, P, N, G=1, g=None, rows=None, dtype=torch.bfloat16, steep=True, seed=0):

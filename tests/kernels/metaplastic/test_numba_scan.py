@@ -103,7 +103,7 @@ import sys
 sys.modules["numba"] = None
 import torch
 from palimpsa_surgery.kernels.metaplastic import scan as api
-assert api.resolve_backend("auto", "cpu") == "torch"
+assert api.METAPLASTIC_SCAN.resolve("auto", "cpu") == "torch"
 x = torch.rand(1, 3, 1, 4)
 print(api.metaplastic_scan(x, x, x, x, -x[..., 0], torch.ones(1)).output.shape)
 """

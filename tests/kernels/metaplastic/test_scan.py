@@ -10,6 +10,8 @@ import torch
 from palimpsa_surgery.base.errors import KernelUnavailableError, UsageError
 from palimpsa_surgery.kernels import backends
 from palimpsa_surgery.kernels.metaplastic import scan as api
+from palimpsa_surgery.kernels.metaplastic.scan import METAPLASTIC_SCAN
+from palimpsa_surgery.kernels.metaplastic.types import ScanProblem
 
 CPU = torch.device("cpu")
 ARGS = ("q", "k", "v", "beta", "log_decay", "prior")
@@ -156,31 +158,29 @@ def test_shapes_and_dtypes_of_the_results(p, cast, backend, variance):
         assert one[1].shape == (2, 4, 2)
 
 
-def test_auto_on_a_cpu_is_numba_where_it_is_installed(monkeypatch):
-    assert api.resolve_backend("auto", "cpu") == "numba"
-    assert api.resolve_backend("reference", "cpu") == "reference"
-    absent = ModuleNotFoundError("No module named 'numba'")
-    real = api._import
-    monkeypatch.setattr(api, "_import", lambda module: absent if module == "numba_scan" else real(module))
-    assert api.resolve_backend("auto", "cpu") == "torch"
-    assert api.backends("cpu")["numba"] == "it cannot be imported (No module named 'numba')"
+def test_auto_on_a_cpu_is_numba_where_it_is_installed(imported):
+    assert METAPLASTIC_SCAN.resolve("auto", "cpu") == "numba"
+    assert METAPLASTIC_SCAN.resolve("reference", "cpu") == "reference"
+    imported["metaplastic.numba_scan"] = ModuleNotFoundError("No module named 'numba'")
+    assert METAPLASTIC_SCAN.resolve("auto", "cpu") == "torch"
+    reason = "it cannot be imported (ModuleNotFoundError: No module named 'numba')"
+    assert METAPLASTIC_SCAN.unavailable("cpu")["numba"] == reason
 
 
 def test_numba_runs_on_cpus_alone():
-    assert api.why_unavailable("numba", "cuda") == "it runs on CPUs, not on cuda"
+    assert METAPLASTIC_SCAN.reason("numba", "cuda") == "it runs on cpu, not on cuda"
 
 
 def test_every_backend_says_why_it_cannot_run():
-    found = api.backends("cpu")
-    assert list(found) == ["gluon", "triton", "numba", "torch", "reference"]
+    found = METAPLASTIC_SCAN.unavailable("cpu")
+    assert list(found) == ["gluon", "numba", "triton", "torch", "reference"]
     assert found["torch"] is None
     assert found["reference"] is None
 
 
 def test_an_unknown_backend_lists_the_known(p):
-    with pytest.raises(
-        UsageError, match="backend='cuda' is unknown; expected auto, gluon, triton, numba, torch, reference"
-    ):
+    known = "expected auto, gluon, numba, triton, torch, reference"
+    with pytest.raises(UsageError, match=f"backend='cuda' is unknown for the metaplastic scan; {known}"):
         scan(p, backend="cuda")
 
 
@@ -192,39 +192,33 @@ def test_a_backend_that_cannot_be_imported_is_skipped_or_named(monkeypatch):
         tried.append(name)
         raise OSError("libcuda.so.1 not found")
 
-    monkeypatch.setattr(api, "kernel_module", broken)
-    monkeypatch.setitem(api._AUTO, "cpu", ("gluon", "torch"))
-    api._import.cache_clear()
-    try:
-        assert api.resolve_backend("auto", CPU) == "torch"
-        with pytest.raises(KernelUnavailableError, match=r"'gluon' cannot run on cpu: .*libcuda.so.1 not found.*auto"):
-            api.resolve_backend("gluon", CPU)
-        with pytest.raises(KernelUnavailableError, match="backend 'gluon' cannot be imported here: libcuda"):
-            api.load_backend("gluon")
-        assert tried == ["metaplastic.gluon_scan"]
-    finally:
-        api._import.cache_clear()
+    operator = backends.Operator("a scan", backends.Backend("fast", "a.fast_scan"))
+    monkeypatch.setattr(backends, "kernel_module", broken)
+    with pytest.raises(KernelUnavailableError, match=r"a scan cannot run on cpu by 'fast': .*libcuda.so.1 not found"):
+        operator.resolve("fast", CPU)
+    with pytest.raises(KernelUnavailableError, match=r"a scan cannot run by 'fast': .*\(OSError: libcuda"):
+        operator.module("fast")
+    assert tried == ["a.fast_scan"]
 
 
-def test_a_backend_may_refuse_a_shape(monkeypatch, p):
+def test_a_backend_may_refuse_a_device_or_a_problem(imported, p):
     """The next one that can takes over; naming the backend gives its reason."""
-    fake = SimpleNamespace(unavailable=lambda device: None, unsupported=lambda shape: f"P is {shape.head_dim}")
-    real = api._import
-    monkeypatch.setattr(api, "_import", lambda module: fake if module == "triton_scan" else real(module))
-    monkeypatch.setitem(api._AUTO, "cpu", ("triton", "torch"))
-    shape = api.ScanShape(2, 5, 2, 4, 8, 6, 2, torch.float32)
-    assert api.resolve_backend("auto", CPU) == "triton"
-    assert api.resolve_backend("auto", CPU, shape) == "torch"
+    fake = SimpleNamespace(unavailable=lambda device: None, unsupported=lambda problem: f"P is {problem.head_dim}")
+    imported["metaplastic.numba_scan"] = fake
+    assert METAPLASTIC_SCAN.resolve("auto", CPU) == "numba"
+    assert METAPLASTIC_SCAN.resolve("auto", CPU, ScanProblem(torch.float32, 8, 6, 2)) == "torch"
     assert scan(p).output.shape == p.v.shape
-    with pytest.raises(KernelUnavailableError, match="backend 'triton' cannot run on cpu: P is 8"):
-        scan(p, backend="triton")
+    with pytest.raises(KernelUnavailableError, match="the metaplastic scan cannot run on cpu by 'numba': P is 8; use"):
+        scan(p, backend="numba")
+    fake.unavailable = lambda device: f"{device} is old"
+    assert METAPLASTIC_SCAN.reason("numba", CPU) == "cpu is old"
 
 
-def test_required_kernels_are_never_replaced(p, required, monkeypatch):
+def test_required_kernels_are_never_replaced(p, required, imported):
     assert scan(p).output.shape == p.v.shape  # compiled for the CPU
-    monkeypatch.setattr(api.load_backend("numba"), "unavailable", lambda device: "numba is broken")
+    imported["metaplastic.numba_scan"] = SimpleNamespace(unavailable=lambda device: "numba is broken")
     with pytest.raises(
-        KernelUnavailableError, match=r"kernels are required but none can run .* on cpu \(numba: numba is broken\)"
+        KernelUnavailableError, match=r"kernels are required but none can run .* on cpu \(.*numba: numba is broken.*\)"
     ):
         scan(p)
     with pytest.raises(KernelUnavailableError, match="kernels are required"):

@@ -11,7 +11,9 @@ import os
 
 import pytest
 import torch
+from palimpsa_surgery.base.errors import KernelUnavailableError
 from palimpsa_surgery.kernels.metaplastic import scan as api
+from palimpsa_surgery.kernels.metaplastic.types import ScanProblem
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [
@@ -191,11 +193,11 @@ def test_step_writes_strided_states_in_place(g, variance):
 
 
 def test_what_it_cannot_take_is_said():
-    shape = api.ScanShape(1, 1, 1, 1, 4, 300, 4, torch.float32)
-    with pytest.raises(api.KernelUnavailableError, match="state sizes up to 256, not 300"):
-        api.resolve_backend("triton", DEVICE, shape)
-    with pytest.raises(api.KernelUnavailableError, match="not float64"):
-        api.resolve_backend("triton", DEVICE, shape._replace(state_size=16, dtype=torch.float64))
+    problem = ScanProblem(torch.float32, 4, 300, 4)
+    with pytest.raises(KernelUnavailableError, match="state sizes up to 256, not 300"):
+        api.METAPLASTIC_SCAN.resolve("triton", DEVICE, problem)
+    with pytest.raises(KernelUnavailableError, match="not float64"):
+        api.METAPLASTIC_SCAN.resolve("triton", DEVICE, problem._replace(state_size=16, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e9])

@@ -8,9 +8,14 @@ import pytest
 import torch
 from palimpsa_surgery.base.errors import KernelUnavailableError, UsageError
 from palimpsa_surgery.kernels import backends
-from palimpsa_surgery.kernels.ssd import mamba2_scan as ssd
-from palimpsa_surgery.kernels.ssd.mamba2_scan import mamba2_scan, mamba2_step
+from palimpsa_surgery.kernels.ssd import torch_scan
+from palimpsa_surgery.kernels.ssd.mamba2_scan import MAMBA2_SCAN, mamba2_scan, mamba2_step
+from palimpsa_surgery.kernels.ssd.types import SsdProblem
 
+needs_mamba_ssm = pytest.mark.skipif(
+    not torch.cuda.is_available() or MAMBA2_SCAN.reason("mamba_ssm", "cuda") is not None,
+    reason="mamba-ssm cannot run here",
+)
 NAMES = ("x", "dt", "A", "B", "C", "state")
 
 
@@ -92,7 +97,7 @@ def test_the_gradient_of_a_decay_is_zero_where_nothing_crosses():
     given = inputs(70, decays=(4, 4.1))
     x = {name: t.float() for name, t in given.items()}
     log_decay = (x["dt"] * x["A"]).requires_grad_()
-    y, state = ssd.linear_scan(x["C"], x["B"], x["x"], log_decay, x["state"])
+    y, state = torch_scan.linear_scan(x["C"], x["B"], x["x"], log_decay, x["state"])
     assert not torch.autograd.grad(y.square().sum() + state.sum(), log_decay)[0].any()
 
 
@@ -129,14 +134,14 @@ def test_half_precision_in_fp32_inside(relative):
 
 def test_states_are_kept_only_for_a_backward_pass(monkeypatch):
     kept = []
-    real = ssd._linear_forward
+    real = torch_scan._linear_forward
 
     def watched(*args):
         out = real(*args)
         kept.append(out[2].shape[0])
         return out
 
-    monkeypatch.setattr(ssd, "_linear_forward", watched)
+    monkeypatch.setattr(torch_scan, "_linear_forward", watched)
     x = {n: t.requires_grad_() for n, t in inputs(200).items()}
     chunked(**x)
     with torch.no_grad():
@@ -196,15 +201,6 @@ def test_a_step_needs_its_state():
         mamba2_step(x, dt, given["A"], B, C, given["state"][:1])
 
 
-@pytest.fixture
-def fresh():
-    """The answer about mamba-ssm is asked anew, before and after."""
-    ask = ssd._mamba_ssm
-    ask.cache_clear()
-    yield
-    ask.cache_clear()
-
-
 def broken_package(error):
     class Broken(types.ModuleType):
         def __getattr__(self, name):
@@ -216,40 +212,54 @@ def broken_package(error):
 @pytest.mark.parametrize(
     "error", [ImportError("selective_scan_cuda"), RuntimeError("undefined symbol"), OSError("libcudart")]
 )
-def test_a_broken_mamba_ssm_never_stops_the_tool(monkeypatch, fresh, error):
+def test_a_broken_mamba_ssm_never_stops_the_tool(monkeypatch, import_anew, imported, error):
     monkeypatch.setitem(sys.modules, "mamba_ssm", broken_package(error))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "mamba-ssm cannot be imported" in ssd.mamba_ssm_unavailable()
-    assert ssd.resolve_ssd_backend("auto", "cuda", torch.bfloat16) == "torch"
+    imported["ssd.package_scan"] = import_anew("ssd.package_scan")
+    assert MAMBA2_SCAN.resolve("auto", "cuda", SsdProblem(torch.bfloat16)) == "torch"
     with pytest.raises(
-        KernelUnavailableError, match="cannot run on mamba-ssm's kernels here: mamba-ssm cannot be imported"
+        KernelUnavailableError, match=f"the Mamba2 scan cannot run on cuda by 'mamba_ssm': it cannot .* {error}"
     ):
-        ssd.resolve_ssd_backend("mamba_ssm", "cuda", torch.bfloat16)
+        MAMBA2_SCAN.resolve("mamba_ssm", "cuda")
 
 
-def test_without_a_gpu_the_reason_says_so(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert ssd.mamba_ssm_unavailable() == "no CUDA device"
-    with pytest.raises(KernelUnavailableError, match="the tensors are on cpu, mamba-ssm needs CUDA"):
-        ssd.resolve_ssd_backend("mamba_ssm", "cpu", torch.float32)
+def test_without_a_gpu_the_reason_says_so():
+    with pytest.raises(KernelUnavailableError, match="cannot run on cpu by 'mamba_ssm': it runs on cuda, not on cpu"):
+        MAMBA2_SCAN.resolve("mamba_ssm", "cpu")
     with pytest.raises(
         UsageError, match="backend='fast' is unknown for the Mamba2 scan; expected auto, mamba_ssm, torch"
     ):
-        ssd.resolve_ssd_backend("fast", "cpu", torch.float32)
+        MAMBA2_SCAN.resolve("fast", "cpu")
 
 
 def test_required_kernels_are_never_replaced():
     backends.set_require_kernels(True)
     try:
-        with pytest.raises(KernelUnavailableError, match="the Mamba2 scan cannot run on mamba-ssm's kernels here"):
+        with pytest.raises(KernelUnavailableError, match="kernels are required but none can run the Mamba2 scan on"):
             mamba2_scan(*(inputs(3)[n] for n in NAMES[:5]))
-        assert ssd.resolve_ssd_backend("torch", "cpu", torch.float32) == "torch"
+        assert MAMBA2_SCAN.resolve("torch", "cpu") == "torch"
     finally:
         backends.set_require_kernels(False)
 
 
 @pytest.fixture
-def stand_in(monkeypatch):
+def package(monkeypatch, import_anew, imported):
+    """The module over mamba-ssm, which gets these two functions: package(scan, step)."""
+
+    def load(scan=None, step=None):
+        ops = "mamba_ssm.ops.triton"
+        for name in ("mamba_ssm", "mamba_ssm.ops", ops):
+            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        scans = types.SimpleNamespace(mamba_chunk_scan_combined=scan)
+        monkeypatch.setitem(sys.modules, f"{ops}.ssd_combined", scans)
+        steps = types.SimpleNamespace(selective_state_update=step)
+        monkeypatch.setitem(sys.modules, f"{ops}.selective_state_update", steps)
+        imported["ssd.package_scan"] = import_anew("ssd.package_scan")
+
+    return load
+
+
+@pytest.fixture
+def stand_in(monkeypatch, package):
     """mamba-ssm's two functions with the signatures of 2.3.2, on the CPU; gives the list of calls."""
     calls = []
 
@@ -273,11 +283,10 @@ def stand_in(monkeypatch):
         state.copy_(new)
         return y[:, 0]
 
-    real = ssd.resolve_ssd_backend
-    monkeypatch.setattr(ssd, "mamba_ssm_unavailable", lambda: None)
-    monkeypatch.setattr(ssd, "_mamba_ssm", lambda: (scan, update))
+    package(scan, update)
+    real = MAMBA2_SCAN.choose
     monkeypatch.setattr(
-        ssd, "resolve_ssd_backend", lambda name, device, dtype, **how: real(name, "cuda", torch.bfloat16, **how)
+        MAMBA2_SCAN, "choose", lambda name, device, problem: real(name, "cuda", problem._replace(dtype=torch.bfloat16))
     )
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
     return calls
@@ -313,44 +322,53 @@ def test_packed_documents_on_mamba_ssm(stand_in, relative):
     y, state = mamba2_scan(*args, cu_seqlens=cu)
     assert len(stand_in) == 1
     assert relative(state, want[1]) < 1e-12
-    with pytest.raises(KernelUnavailableError, match="mamba-ssm has no states of packed documents"):
+    with pytest.raises(KernelUnavailableError, match="it has no states of packed documents"):
         mamba2_scan(*args, cu_seqlens=cu, backend="mamba_ssm")
 
 
 @pytest.mark.parametrize(
-    ("dtype", "precision", "name", "how", "chosen"),
+    ("dtype", "precision", "how", "chosen"),
     [
-        (torch.bfloat16, "highest", "auto", {}, "mamba_ssm"),
-        (torch.float32, "highest", "auto", {}, "torch"),
-        (torch.float32, "high", "auto", {}, "mamba_ssm"),
-        (torch.float32, "highest", "mamba_ssm", {}, "mamba_ssm"),
-        (torch.float32, "highest", "auto", {"one_token": True}, "mamba_ssm"),
-        (torch.float64, "high", "auto", {}, "torch"),
+        (torch.bfloat16, "highest", {}, "mamba_ssm"),
+        (torch.float32, "highest", {}, "torch"),
+        (torch.float32, "high", {}, "mamba_ssm"),
+        (torch.float32, "highest", {"exact": False}, "mamba_ssm"),
+        (torch.float32, "highest", {"one_token": True}, "mamba_ssm"),
+        (torch.float64, "high", {}, "torch"),
     ],
 )
-def test_fp32_is_exact_unless_the_user_allows_tf32(monkeypatch, dtype, precision, name, how, chosen):
-    monkeypatch.setattr(ssd, "mamba_ssm_unavailable", lambda: None)
+def test_fp32_is_exact_unless_the_user_allows_tf32(package, dtype, precision, how, chosen):
+    package()
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
-        assert ssd.resolve_ssd_backend(name, "cuda", dtype, **how) == chosen
+        assert MAMBA2_SCAN.resolve("auto", "cuda", SsdProblem(dtype, **how)) == chosen
     finally:
         torch.set_float32_matmul_precision(before)
 
 
+@pytest.mark.parametrize(("name", "exact"), [("auto", True), ("torch", False)])
+def test_a_backend_that_was_named_need_not_be_exact(monkeypatch, name, exact):
+    problems = []
+    real = MAMBA2_SCAN.choose
+    monkeypatch.setattr(MAMBA2_SCAN, "choose", lambda *a: problems.append(a[2]) or real(*a))
+    mamba2_scan(*(inputs(3)[n].float() for n in NAMES[:5]), backend=name)
+    assert problems == [SsdProblem(torch.float32, exact=exact)]
+
+
 @pytest.mark.parametrize(("precision", "chosen"), [("tf32", "mamba_ssm"), ("ieee", "torch")])
-def test_the_newer_switch_of_tf32_is_understood(monkeypatch, precision, chosen):
+def test_the_newer_switch_of_tf32_is_understood(monkeypatch, package, precision, chosen):
     """The older question about it raises an error once this one was set."""
-    monkeypatch.setattr(ssd, "mamba_ssm_unavailable", lambda: None)
+    package()
     monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace(fp32_precision=precision))
-    assert ssd.resolve_ssd_backend("auto", "cuda", torch.float32) == chosen
+    assert MAMBA2_SCAN.resolve("auto", "cuda", SsdProblem(torch.float32)) == chosen
 
 
-def test_required_kernels_say_how_fp32_gets_one(monkeypatch):
-    monkeypatch.setattr(ssd, "mamba_ssm_unavailable", lambda: None)
+def test_required_kernels_say_how_fp32_gets_one(monkeypatch, package):
+    package()
     monkeypatch.setattr(backends, "_required", True)
     with pytest.raises(KernelUnavailableError, match=r"TF32; torch\.set_float32_matmul_precision\('high'\) allows it"):
-        ssd.resolve_ssd_backend("auto", "cuda", torch.float32)
+        MAMBA2_SCAN.resolve("auto", "cuda", SsdProblem(torch.float32))
 
 
 def test_a_state_that_is_not_needed_is_not_given():
@@ -361,7 +379,7 @@ def test_a_state_that_is_not_needed_is_not_given():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(ssd.mamba_ssm_unavailable() is not None, reason="mamba-ssm cannot run here")
+@needs_mamba_ssm
 def test_mamba_ssm_steps_equal_the_torch_form(relative):
     given = {n: t.float().cuda() for n, t in inputs(3, P=64, N=128, decays=(-3, 0)).items()}
     found = []
@@ -376,7 +394,7 @@ def test_mamba_ssm_steps_equal_the_torch_form(relative):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(ssd.mamba_ssm_unavailable() is not None, reason="mamba-ssm cannot run here")
+@needs_mamba_ssm
 def test_mamba_ssm_equals_the_torch_form(relative):
     given = {n: t.float().cuda() for n, t in inputs(300, P=64, N=128, decays=(-3, 0)).items()}
 
