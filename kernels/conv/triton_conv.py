@@ -104,8 +104,8 @@ def conv_backward_kernel(
     tl.store(old, grad.to(d_history.dtype.element_ty), mask=m & (t < 0)[:, None])
 
 
-# Sums over tokens end in every lane, and all lanes write what they hold to one place. With a product fused into the first of their
-# additions, lanes round differently, and which of them stays would be chance.
+# Sums over tokens end in every lane, and all lanes write what they hold to one place. With a product fused into the
+# first of their additions, lanes round differently, and nothing says which of them stays.
 BACKWARD_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
