@@ -106,7 +106,8 @@ def time_steps(module: CausalLoss, batch: int, length: int, warmup: int, steps: 
 
 def backends(module: CausalLoss, batch: int, length: int) -> str:
     """Which kernels run: metaplastic scan, plain scan, convolution."""
-    geometry, dtype = module.causal.config.mixer_geometry(), torch.bfloat16
+    config, dtype = module.causal.config, torch.bfloat16
+    geometry = config.mixer_geometry()
     shape = ScanShape(
         batch,
         length,
@@ -114,7 +115,7 @@ def backends(module: CausalLoss, batch: int, length: int) -> str:
         geometry.num_heads,
         geometry.head_dim,
         geometry.state_size,
-        geometry.beta_groups,
+        config.gate.groups,
         dtype,
     )
     scan = resolve_backend("auto", "cuda", shape)

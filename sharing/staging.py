@@ -184,7 +184,7 @@ def _model_card(
     identity = {
         "palimpsa_layers": list(checkpoint.palimpsa_layers),
         "num_hidden_layers": checkpoint.num_layers,
-        "hidden_size": checkpoint.config["hidden_size"],
+        "hidden_size": checkpoint.config.hidden_size,
         "source_fingerprint": report.source_fingerprint if report else None,
     }
     return render_card(_facts(folder, checkpoint, report, name, figures)), identity, code

@@ -100,7 +100,7 @@ def evaluate(
         longest=settings.longest,
         tokens=settings.tokens,
         seed=settings.seed,
-        vocab_size=min(checkpoint.config["vocab_size"] for checkpoint in checkpoints),
+        vocab_size=min(checkpoint.config.vocab_size for checkpoint in checkpoints),
     )
     results: list[dict[str, SuiteResult]] = []
     facts = []

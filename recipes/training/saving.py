@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ...base.files import load_json, output_folder, write_json, write_text
+from ...mixers.geometry import keeps_fp32
 from ...modeling.bundle import auto_map, bundle_remote_code
-from ...modeling.palimpsa_mamba2.configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 from ...surgery.checkpoint.checkpoint import Checkpoint
-from ...surgery.checkpoint.loading import keeps_fp32
 from ...surgery.checkpoint.sources import is_of_tokenizer
 from ...surgery.checkpoint.tokenizer import SPECIAL_TOKEN_IDS
 from ...surgery.conversion.export import card_without_surgery
@@ -113,10 +112,11 @@ def carry_along(checkpoint: Checkpoint, folder: Path, name: str) -> None:
 def model_config(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Any]:
     """The content of `config.json`: a converted model's own with the new dtype, else one made from the source's."""
     if checkpoint.layout == "palimpsa_mamba2":
-        known = {key: checkpoint.config[key] for key in SPECIAL_TOKEN_IDS if checkpoint.config.get(key) is not None}
+        ids = {key: getattr(checkpoint.config, key) for key in SPECIAL_TOKEN_IDS}
+        known = {key: number for key, number in ids.items() if number is not None}
         config = {**load_json(checkpoint.path / "config.json"), **known}
     else:
-        config = json.loads(PalimpsaMamba2Config(**checkpoint.config).to_json_string(use_diff=False))
+        config = json.loads(checkpoint.family.model_config(checkpoint.config).to_json_string(use_diff=False))
     config.pop("torch_dtype", None)
     config.update(architectures=["PalimpsaMamba2ForCausalLM"], auto_map=auto_map())
     return {**config, "dtype": str(dtype).removeprefix("torch.")}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ...base.errors import CheckpointError
-from .keymap import EMBEDDING, HEAD, Rule, canonical_shape, expected_shapes, translate
+from ..families.mamba2 import EMBEDDING, HEAD
+from .keymap import Rule, canonical_shape, translate
 from .layouts import Layout
 from .weights import TensorInfo, WeightsFile
 
@@ -169,9 +170,10 @@ def _same_values(first: Located, second: Located) -> bool:
     return torch.equal(one.view(torch.uint8), two.view(torch.uint8))
 
 
-def account(source_id: str, config: dict[str, Any], located: Mapping[str, Located], strangers: list[str]) -> None:
-    """Refuses a checkpoint unless its tensors are exactly those the config calls for."""
-    expected = expected_shapes(config)
+def account(
+    source_id: str, expected: Mapping[str, tuple[int, ...]], located: Mapping[str, Located], strangers: list[str]
+) -> None:
+    """Refuses a checkpoint unless its tensors are exactly those `expected`: name to shape, as the config calls for."""
     missing = [name for name in expected if name not in located]
     extra = [*strangers, *(found.entry.source_name for name, found in located.items() if name not in expected)]
     wrong = [

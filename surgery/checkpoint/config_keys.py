@@ -19,6 +19,8 @@ from typing import Any
 
 from ...base.console import counted
 from ...base.errors import CheckpointError
+from ...mixers.geometry import GateSpec
+from ..families.mamba2 import Mamba2Config
 
 INF = math.inf
 LARGEST_FLOAT = 3.4028234663852886e38
@@ -70,19 +72,8 @@ HF_DEFAULTS: dict[str, Any] = {
     "chunk_size": 256,
 }
 # Of this package's own config: what transformers makes of a converted folder that leaves a key out.
-PALIMPSA_DEFAULTS: dict[str, Any] = {
-    **HF_DEFAULTS,
-    "vocab_size": 50288,
-    "hidden_size": 768,
-    "num_hidden_layers": 24,
-    "num_heads": 24,
-    "n_groups": 1,
-    "initializer_range": 0.02,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-PALIMPSA_KEYS = ("palimpsa_layers", "beta_rank", "beta_groups", "beta_scale_form", "train_prior")
+PALIMPSA_DEFAULTS: dict[str, Any] = {key: getattr(Mamba2Config(), key) for key in HF_DEFAULTS}
+PALIMPSA_KEYS = ("palimpsa_layers", *GateSpec.KEYS)
 # The keys that each reader uses.
 SSM_READ = frozenset(
     {"d_model", "n_layer", "vocab_size", "ssm_cfg", "attn_layer_idx", "d_intermediate", "residual_in_fp32"}

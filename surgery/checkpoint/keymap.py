@@ -6,14 +6,12 @@ A new layout is one more table in `TABLES` (and, where its config differs, one f
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-METAPLASTIC_NAMES = ("beta_down.weight", "beta_up.weight", "beta_scale", "log_prior")
-HEAD, EMBEDDING = "lm_head.weight", "backbone.embeddings.weight"
+from ..families.mamba2 import EMBEDDING, HEAD
 
 # Wrappers that leave their name in a state dict: DataParallel, torch.compile, FSDP, activation checkpointing.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -104,44 +102,3 @@ def canonical_shape(rule: Rule, shape: tuple[int, ...]) -> tuple[int, ...]:
     if rule.transform is None:
         return shape
     return tuple(rule.transform(torch.empty(shape, device="meta")).shape)
-
-
-def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the model that `config` describes, in the order of the model.
-
-    Args:
-        config: `PalimpsaMamba2Config` arguments. `palimpsa_layers`, `beta_rank` and `beta_groups` say what swapped
-            layers add; with `tie_word_embeddings` there is no `lm_head.weight`.
-    """
-    shapes = {EMBEDDING: (config["vocab_size"], config["hidden_size"])}
-    swapped = set(config.get("palimpsa_layers") or ())
-    for layer in range(config["num_hidden_layers"]):
-        for name, shape in _layer_shapes(config, layer in swapped):
-            shapes[f"backbone.layers.{layer}.{name}"] = shape
-    shapes["backbone.norm_f.weight"] = (config["hidden_size"],)
-    if not config["tie_word_embeddings"]:
-        shapes[HEAD] = (config["vocab_size"], config["hidden_size"])
-    return shapes
-
-
-def _layer_shapes(config: dict[str, Any], swapped: bool) -> Iterable[tuple[str, tuple[int, ...]]]:
-    width, heads = config["hidden_size"], config["num_heads"]
-    inner = heads * config["head_dim"]
-    convolved = inner + 2 * config["n_groups"] * config["state_size"]
-    yield "norm.weight", (width,)
-    yield "mixer.in_proj.weight", (inner + convolved + heads, width)
-    if config["use_bias"]:
-        yield "mixer.in_proj.bias", (inner + convolved + heads,)
-    yield "mixer.conv1d.weight", (convolved, 1, config["conv_kernel"])
-    if config["use_conv_bias"]:
-        yield "mixer.conv1d.bias", (convolved,)
-    for name in ("dt_bias", "A_log", "D"):
-        yield f"mixer.{name}", (heads,)
-    yield "mixer.norm.weight", (inner,)
-    yield "mixer.out_proj.weight", (width, inner)
-    if config["use_bias"]:
-        yield "mixer.out_proj.bias", (width,)
-    if swapped:
-        rank, groups = config["beta_rank"], config["beta_groups"]
-        shapes = ((rank, width), (heads * groups, rank), (heads,), (heads,))
-        yield from zip((f"mixer.metaplasticity.{name}" for name in METAPLASTIC_NAMES), shapes, strict=True)

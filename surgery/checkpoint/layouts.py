@@ -1,4 +1,4 @@
-"""What kind of checkpoint a folder holds, told by content, and its config in the terms of `PalimpsaMamba2Config`."""
+"""What kind of checkpoint a folder holds, told by content, and its config in the terms of its family."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from ...base.console import are, counted, listed
 from ...base.errors import CheckpointError
+from ..families.base import Family
+from ..families.mamba2 import MAMBA2
 from .config_keys import (
     CODESTRAL_READ,
     HF_DEFAULTS,
@@ -58,10 +60,12 @@ class Layout(NamedTuple):
 
     Attributes:
         name: its table in `keymap.TABLES`.
-        config: `PalimpsaMamba2Config` arguments. `vocab_size` is the file's word, the embedding's rows decide later.
+        config: keys under transformers' names, for `family.config`. `vocab_size` is the file's word, the embedding's
+            rows decide later.
         says_tied: what the config says of head and embedding, None when it says nothing.
         config_file: the file the config was read from.
         notes: what a user should know of how the config was read.
+        family: the kind of model.
     """
 
     name: str
@@ -69,6 +73,7 @@ class Layout(NamedTuple):
     says_tied: bool | None
     config_file: Path
     notes: tuple[str, ...] = ()
+    family: Family = MAMBA2
 
 
 def detect(folder: Path, tensors: Mapping[str, TensorInfo]) -> Layout:

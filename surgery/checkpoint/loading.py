@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from ...base.console import counted
 from ...base.errors import CheckpointError
-from ...modeling.palimpsa_mamba2.configuration_palimpsa_mamba2 import PalimpsaMamba2Config
-from ...modeling.palimpsa_mamba2.modeling_palimpsa_mamba2 import PalimpsaMamba2ForCausalLM
+from ...mixers.geometry import keeps_fp32
 from .checkpoint import Checkpoint, open_checkpoint
 
 
@@ -21,7 +20,7 @@ def load_model(
     device: str | torch.device = "cpu",
     revision: str | None = None,
     token: str | None = None,
-) -> PalimpsaMamba2ForCausalLM:
+) -> PreTrainedModel:
     """Builds the model of a checkpoint and fills it with its tensors, so that the files may go away.
 
     The modules are built without memory and each tensor is cast as it is read: the peak is the model itself.
@@ -42,7 +41,7 @@ def load_model(
     """
     checkpoint = src if isinstance(src, Checkpoint) else open_checkpoint(src, revision=revision, token=token)
     with torch.device("meta"):
-        model = PalimpsaMamba2ForCausalLM(PalimpsaMamba2Config(**checkpoint.config))
+        model = checkpoint.family.model_class()(checkpoint.family.model_config(checkpoint.config))
     slots = _parameters(model, checkpoint)
     dtype = dtype or checkpoint.dtype
     for name, (module, attribute) in slots.items():
@@ -56,18 +55,13 @@ def load_model(
     return model.eval()
 
 
-def keeps_fp32(name: str) -> bool:
-    """Whether the model keeps the parameter `name` in fp32 whatever the rest is in: those that decide decays."""
-    return any(f".{part}" in f".{name}" for part in PalimpsaMamba2ForCausalLM._keep_in_fp32_modules_strict)
-
-
 def _stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if keeps_fp32(name) else dtype
 
 
-def _parameters(model: PalimpsaMamba2ForCausalLM, checkpoint: Checkpoint) -> dict[str, tuple[torch.nn.Module, str]]:
+def _parameters(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, tuple[torch.nn.Module, str]]:
     """Where each tensor of the checkpoint goes, once both sides agree on names and shapes to the last one."""
-    tied = {"lm_head.weight"} if checkpoint.config["tie_word_embeddings"] else set()
+    tied = set(model._tied_weights_keys) if checkpoint.config.tie_word_embeddings else set()
     found = {}
     for path, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False):

@@ -175,7 +175,7 @@ def _write(
     force: bool,
 ) -> ConversionReport:
     config = output_config(checkpoint, plan)
-    specs = output_specs(config, dtype)
+    specs = output_specs(checkpoint.family, config, dtype)
     notes = (*checkpoint.notes, *_rounding_note(checkpoint, specs))
     for note in notes[len(checkpoint.notes) :]:
         logger.warning(note)
@@ -196,7 +196,7 @@ def _write(
                 plan,
                 specs,
                 version=_version(),
-                palimpsa_layers=tuple(config["palimpsa_layers"]),
+                palimpsa_layers=config.palimpsa_layers,
                 dtype=dtype,
                 weight_files=files,
                 verification=verification,

@@ -6,6 +6,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +17,14 @@ from torch import Tensor
 from ...base.console import progress
 from ...base.errors import CheckpointError
 from ...base.files import write_json
-from ..checkpoint.keymap import METAPLASTIC_NAMES, expected_shapes
+from ...mixers.geometry import keeps_fp32
 from ..checkpoint.licenses import license_files
 from ..checkpoint.sources import tokenizer_file_name, tokenizer_files
 from ..checkpoint.tokenizer import load_tokenizer
+from ..families.base import Family
+from ..families.mamba2 import Mamba2Config
 from ..measure.profile import Profile
-from ..planning.plan import SHARED_KEYS, Plan
+from ..planning.plan import Plan
 from .initialization import STARTS, Start, StartContext
 from .report import dtype_name
 from .writer import StreamingSafetensorsWriter, TensorSpec, cast
@@ -29,21 +32,19 @@ from .writer import StreamingSafetensorsWriter, TensorSpec, cast
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
 
-FP32_NAMES = ("mixer.A_log", "mixer.dt_bias", "mixer.D", "metaplasticity.beta_scale", "metaplasticity.log_prior")
-"""Endings of the tensors that are stored in fp32 whatever the rest is: decays amplify the rounding of these."""
+
+def output_config(checkpoint: Checkpoint, plan: Plan) -> Mamba2Config:
+    """The output's config: the source's, and what the plan adds."""
+    return replace(
+        checkpoint.config, gate=plan.gate, palimpsa_layers=tuple(sorted({*checkpoint.palimpsa_layers, *plan.layers}))
+    )
 
 
-def output_config(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
-    """Arguments of the output's `PalimpsaMamba2Config`: the source's, and what the plan adds."""
-    swapped = sorted({*checkpoint.palimpsa_layers, *plan.layers})
-    return {**checkpoint.config, **{key: getattr(plan, key) for key in SHARED_KEYS}, "palimpsa_layers": swapped}
-
-
-def output_specs(config: dict[str, Any], dtype: torch.dtype) -> list[TensorSpec]:
+def output_specs(family: Family, config: Mamba2Config, dtype: torch.dtype) -> list[TensorSpec]:
     """Name, shape and dtype of every tensor of the output, in the order of the model."""
     return [
-        TensorSpec(name, shape, torch.float32 if name.endswith(FP32_NAMES) else dtype)
-        for name, shape in expected_shapes(config).items()
+        TensorSpec(name, shape, torch.float32 if keeps_fp32(name) else dtype)
+        for name, shape in family.shapes(config).items()
     ]
 
 
@@ -51,11 +52,11 @@ def write_weights(
     checkpoint: Checkpoint, folder: Path, plan: Plan, profile: Profile, specs: list[TensorSpec]
 ) -> tuple[str, ...]:
     """Streams copied, cast and new tensors into `folder`; returns the names of the weight files."""
-    start_of = start_maker(checkpoint, plan, profile)
+    new = new_tensors(checkpoint, plan, profile)
     with StreamingSafetensorsWriter(folder, specs) as writer:
         for spec in progress(writer.specs, "writing"):
             if spec.name not in checkpoint.tensors:
-                writer.write(spec.name, _created(spec.name, start_of).to(spec.dtype))
+                writer.write(spec.name, new(spec.name).to(spec.dtype))
                 continue
             as_stored = checkpoint.tensors[spec.name].dtype == spec.dtype
             extent = checkpoint.extent(spec.name) if as_stored else None
@@ -65,46 +66,44 @@ def write_weights(
     return tuple(writer.files)
 
 
-def start_maker(checkpoint: Checkpoint, plan: Plan, profile: Profile) -> Callable[[int], Start]:
-    """The new parameters of a layer, computed when asked for; the last layer's are kept."""
-    config = checkpoint.config
+def new_tensors(checkpoint: Checkpoint, plan: Plan, profile: Profile) -> Callable[[str], Tensor]:
+    """Gives the new tensors of the plan's layers by name, computed when asked for; the last layer's are kept."""
+    places = {
+        name: (layer, number)
+        for layer in plan.layers
+        for number, name in enumerate(checkpoint.sites[layer].new(plan.gate))
+    }
 
     @lru_cache(maxsize=1)
     def start(layer: int) -> Start:
+        site = checkpoint.sites[layer]
         return STARTS[plan.init](
             StartContext(
                 layer=layer,
-                hidden_size=config["hidden_size"],
-                num_heads=config["num_heads"],
-                rank=plan.beta_rank,
-                groups=plan.beta_groups,
-                scale_form=plan.beta_scale_form,
+                geometry=site.geometry,
+                gate=plan.gate,
                 seed=plan.seed,
                 strength=plan.strength,
                 calibration=profile.layers[layer].calibration,
-                load_in_proj=lambda: checkpoint.load(f"backbone.layers.{layer}.mixer.in_proj.weight"),
+                load_in_proj=lambda: checkpoint.load(site.tensor("in_proj.weight")),
             )
         )
 
-    return start
+    def load(name: str) -> Tensor:
+        layer, number = places[name]
+        return start(layer)[number]
+
+    return load
 
 
-def _created(name: str, start_of: Callable[[int], Start]) -> Tensor:
-    _, _, layer, rest = name.split(".", 3)
-    start = start_of(int(layer))
-    parts = dict(zip(METAPLASTIC_NAMES, (start.down, start.up, start.scale, start.log_prior), strict=True))
-    return parts[rest.removeprefix("mixer.metaplasticity.")]
-
-
-def write_surroundings(checkpoint: Checkpoint, folder: Path, config: dict[str, Any], dtype: torch.dtype) -> None:
+def write_surroundings(checkpoint: Checkpoint, folder: Path, config: Mamba2Config, dtype: torch.dtype) -> None:
     """config.json with `auto_map`, the bundled code, tokenizer and generation config."""
     from transformers import GenerationConfig
 
     from ...modeling.bundle import auto_map, bundle_remote_code
-    from ...modeling.palimpsa_mamba2.configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 
-    model_config = PalimpsaMamba2Config(
-        **config, architectures=["PalimpsaMamba2ForCausalLM"], dtype=dtype_name(dtype), auto_map=auto_map()
+    model_config = checkpoint.family.model_config(
+        config, architectures=["PalimpsaMamba2ForCausalLM"], dtype=dtype_name(dtype), auto_map=auto_map()
     )
     model_config.save_pretrained(folder)
     bundle_remote_code(folder)

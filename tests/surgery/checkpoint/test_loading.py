@@ -6,8 +6,9 @@ import pico
 import pytest
 import torch
 from palimpsa_surgery.base.errors import CheckpointError
+from palimpsa_surgery.mixers.geometry import keeps_fp32
 from palimpsa_surgery.surgery.checkpoint.checkpoint import open_checkpoint
-from palimpsa_surgery.surgery.checkpoint.loading import keeps_fp32, load_model
+from palimpsa_surgery.surgery.checkpoint.loading import load_model
 from safetensors.torch import load_file
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
