@@ -33,7 +33,7 @@ def keeps_fp32(name: str) -> bool:
 class GateSpec:
     """The importance gate of the swapped layers of a model: one object from the plan to the module.
 
-    In files its fields have the names of `KEYS`.
+    In files its fields have the names of `KEYS`; the parameters of its module are called as in `TENSORS`.
 
     Attributes:
         rank: R, of the projection behind beta.
@@ -48,6 +48,7 @@ class GateSpec:
     train_prior: bool
 
     KEYS: ClassVar = ("beta_rank", "beta_groups", "beta_scale_form", "train_prior")
+    TENSORS: ClassVar = ("beta_down.weight", "beta_up.weight", "beta_scale", "log_prior")
 
     @classmethod
     def complete(
@@ -90,12 +91,8 @@ class GateSpec:
 
     def shapes(self, hidden_size: int, num_heads: int) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the parameters of the module `GATE`, in the order of a file."""
-        return {
-            "beta_down.weight": (self.rank, hidden_size),
-            "beta_up.weight": (num_heads * self.groups, self.rank),
-            "beta_scale": (num_heads,),
-            "log_prior": (num_heads,),
-        }
+        shapes = (self.rank, hidden_size), (num_heads * self.groups, self.rank), (num_heads,), (num_heads,)
+        return dict(zip(self.TENSORS, shapes, strict=True))
 
 
 @dataclass(frozen=True)

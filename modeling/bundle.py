@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ..base.files import write_text
 
@@ -29,6 +30,11 @@ def auto_map() -> dict[str, str]:
         "AutoModel": f"{_MODEL}.PalimpsaMamba2Model",
         "AutoModelForCausalLM": f"{_MODEL}.PalimpsaMamba2ForCausalLM",
     }
+
+
+def remote_code_keys() -> dict[str, Any]:
+    """The keys of config.json that belong to the code in the folder."""
+    return {"architectures": ["PalimpsaMamba2ForCausalLM"], "auto_map": auto_map()}
 
 
 def bundle_remote_code(folder: str | Path) -> tuple[str, ...]:

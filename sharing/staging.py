@@ -24,6 +24,7 @@ from ..recipes.evaluation.report import read_report
 from ..recipes.training.adapter_files import CONFIG, SOURCE, TENSORS, AdapterSource, read_adapter_config
 from ..recipes.training.recipe import Recipe
 from ..surgery.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from ..surgery.checkpoint.dtypes import dtype_name
 from ..surgery.checkpoint.licenses import card_metadata, license_files, license_terms
 from ..surgery.checkpoint.sources import (
     TOKENIZER_PATTERNS,
@@ -35,7 +36,7 @@ from ..surgery.checkpoint.sources import (
 from ..surgery.checkpoint.tokenizer import refuse_code
 from ..surgery.conversion.card import CardFacts, kept_readme, render_card
 from ..surgery.conversion.model_folder import copy_without_paths
-from ..surgery.conversion.report import ConversionReport, dtype_name
+from ..surgery.conversion.report import ConversionReport
 from ..surgery.conversion.writer import INDEX_FILE
 from ..surgery.measure.profile import read_profile
 from ..surgery.planning.plan import read_plan
@@ -163,7 +164,7 @@ def _model_card(
     folder: Path, staging: Path, name: str, figures: CardEvaluation | None, base: str | None
 ) -> tuple[str, dict[str, Any], frozenset[str]]:
     """The card of a model, what identifies it, and the names of the code files, which are written too."""
-    from ..modeling.bundle import auto_map, bundle_remote_code
+    from ..modeling.bundle import bundle_remote_code, remote_code_keys
 
     checkpoint = open_checkpoint(folder)
     if checkpoint.layout != "palimpsa_mamba2":
@@ -177,8 +178,7 @@ def _model_card(
             f"{EVAL_FILE}:model.fingerprint: the evaluation is of another model ({figures.fingerprint[:12]}, not "
             f"{checkpoint.fingerprint[:12]}); evaluate this one, or leave the file out"
         )
-    wanted = {"auto_map": auto_map(), "architectures": ["PalimpsaMamba2ForCausalLM"]}
-    _copy_config(folder / "config.json", staging / "config.json", wanted)
+    _copy_config(folder / "config.json", staging / "config.json", remote_code_keys())
     code = frozenset(bundle_remote_code(staging))
     report = _read_report(folder)
     identity = {

@@ -18,6 +18,7 @@ from ...kernels.backends import describe_device
 from ...kernels.metaplastic import scan as api
 from ...kernels.ssd import mamba2_scan as ssd
 from ...surgery.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from ...surgery.checkpoint.dtypes import dtype_name, dtype_of
 from ...surgery.checkpoint.loading import load_model
 from ...surgery.checkpoint.sources import files_read
 from ...surgery.checkpoint.tokenizer import encode_alike, load_tokenizer, open_tokenizer
@@ -28,7 +29,6 @@ from .seen import seen_text
 from .suites.suite import SUITES, EvalOptions, EvalText, Subject, SuiteResult, suite_module
 
 HARNESS = "lm_eval"
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
 def evaluate(
@@ -172,9 +172,7 @@ def _tokenizer(checkpoints: Sequence[Checkpoint], named: str | Path | None, toke
 def _dtype(name: str | None, device: str) -> torch.dtype | None:
     if name is None:
         return torch.float32 if torch.device(device).type == "cpu" else None
-    if name not in _DTYPES:
-        raise UsageError(f"--dtype {name}: expected one of {', '.join(_DTYPES)}")
-    return _DTYPES[name]
+    return dtype_of(name)
 
 
 def _facts(checkpoint: Checkpoint, model: Any, seen: SeenText | None) -> EvaluatedModel:
@@ -183,7 +181,7 @@ def _facts(checkpoint: Checkpoint, model: Any, seen: SeenText | None) -> Evaluat
         fingerprint=checkpoint.fingerprint,
         layout=checkpoint.layout,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        dtype=str(model.config.dtype).removeprefix("torch."),
+        dtype=dtype_name(model.config.dtype),
         palimpsa_layers=list(checkpoint.palimpsa_layers),
         seen=seen,
     )

@@ -10,11 +10,11 @@ import torch
 
 from ...base.errors import CheckpointError
 from ..families.mamba2 import EMBEDDING, HEAD
+from .dtypes import FLOATS, dtype_name
 from .keymap import Rule, canonical_shape, translate
 from .layouts import Layout
 from .weights import TensorInfo, WeightsFile
 
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _LISTED = 8  # names in a message; the rest is counted
 
 
@@ -181,9 +181,9 @@ def account(
         for name, found in located.items()
         if name in expected and found.entry.shape != expected[name]
     ]
-    odd = [found.entry for found in located.values() if found.entry.dtype not in _FLOATS]
+    odd = [found.entry for found in located.values() if found.entry.dtype not in FLOATS.values()]
     if odd:
-        kinds = ", ".join(sorted({str(entry.dtype).removeprefix("torch.") for entry in odd}))
+        kinds = ", ".join(sorted({dtype_name(entry.dtype) for entry in odd}))
         raise CheckpointError(
             f"{source_id}: {_listing([entry.source_name for entry in odd])} is stored as {kinds}, expected weights in "
             "float32, bfloat16, float16 or float64; take the checkpoint from before it was quantised"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...mixers.geometry import GATE, GateSpec
 from ..families.mamba2 import EMBEDDING, HEAD
 
 # Wrappers that leave their name in a state dict: DataParallel, torch.compile, FSDP, activation checkpointing.
@@ -47,25 +48,20 @@ _MAMBA2 = (
     Rule(r"(?:model\.)?(?:backbone\.)?norm_f\.weight", "backbone.norm_f.weight"),
     Rule(r"(?:model\.)?lm_head\.weight", HEAD),
 )
+# Of the authors' MetaMamba2 (see `metamamba2.py`), in the order of `GateSpec.TENSORS`.
+_META_NAMES = (r"b_rank_proj\.weight", r"b_proj\.weight", "b_scale", "Ip_log")
 _METAPLASTIC = (
     Rule(
-        r"(?:model\.)?(?:backbone\.)?layers\.(\d+)\.mixer\.metaplasticity\.(beta_down\.weight|beta_up\.weight|beta_scale|log_prior)",
-        r"backbone.layers.\1.mixer.metaplasticity.\2",
+        rf"(?:model\.)?(?:backbone\.)?layers\.(\d+)\.mixer\.{GATE}\.({'|'.join(map(re.escape, GateSpec.TENSORS))})",
+        rf"backbone.layers.\1.mixer.{GATE}.\2",
     ),
 )
-# The authors' MetaMamba2; see `metamamba2.py`.
-_META_NAMES = {
-    r"b_rank_proj\.weight": "beta_down.weight",
-    r"b_proj\.weight": "beta_up.weight",
-    "b_scale": "beta_scale",
-    "Ip_log": "log_prior",
-}
 _META = tuple(
     Rule(
         rf"(?:model\.)?(?:backbone\.)?layers\.(\d+)\.mixer\.{theirs}",
-        rf"backbone.layers.\1.mixer.metaplasticity.{ours}",
+        rf"backbone.layers.\1.mixer.{GATE}.{ours}",
     )
-    for theirs, ours in _META_NAMES.items()
+    for theirs, ours in zip(_META_NAMES, GateSpec.TENSORS, strict=True)
 )
 _META_UNUSED = Rule(
     rf"(?:model\.)?(?:backbone\.)?layers\.\d+\.mixer\.(?:{'|'.join(_META_NAMES)})",

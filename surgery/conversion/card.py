@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from ...base.console import are, counted, listed
+from ...mixers.geometry import GATE_FP32, MIXER_FP32
 from ..checkpoint.licenses import license_text
 from ..measure.profile import Profile
 from ..planning.plan import Plan
@@ -164,9 +165,9 @@ def _usage(facts: CardFacts) -> str:
 def _files(facts: CardFacts) -> str:
     profile = ", `profile.json` and `profile.png` hold the forget rates of the source" if facts.profile else ""
     surgery = f"`plan.yaml` is the surgery as data, `surgery_report.json` accounts for every tensor{profile}. "
-    return (
-        surgery if facts.plan else ""
-    ) + f"Weights are stored in {facts.dtype}; `A_log`, `dt_bias`, `D`, `beta_scale` and `log_prior` in float32."
+    *names, last = (f"`{name}`" for name in (*MIXER_FP32, *GATE_FP32))
+    dtypes = f"Weights are stored in {facts.dtype}; {', '.join(names)} and {last} in float32."
+    return (surgery if facts.plan else "") + dtypes
 
 
 def _license(facts: CardFacts) -> str:

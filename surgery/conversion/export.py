@@ -16,13 +16,13 @@ from ...base.errors import CheckpointError, UsageError, VerificationError
 from ...base.files import output_folder, refuse_existing, refuse_to_delete, write_json, write_text
 from ...mixers.geometry import keeps_fp32
 from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
+from ..checkpoint.dtypes import dtype_name
 from ..checkpoint.licenses import card_metadata, license_terms
 from ..checkpoint.tokenizer import with_tokenizer
 from ..families.mamba2 import EMBEDDING, HEAD, Mamba2Config
 from .card import CardFacts, front_matter, render_card
-from .model_folder import copy_companions, output_specs, write_surroundings
-from .report import dtype_name
-from .writer import TensorSpec, write_tensors
+from .model_folder import copy_companions, output_specs, write_surroundings, write_weights
+from .writer import TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def _write_mamba_ssm(
 def _write_palimpsa(
     checkpoint: Checkpoint, folder: Path, config: Mamba2Config, specs: list[TensorSpec], name: str
 ) -> None:
-    write_tensors(folder, specs, checkpoint.load)
+    write_weights(checkpoint, folder, specs)
     write_surroundings(checkpoint, folder, config, checkpoint.dtype)
     write_text(folder / "README.md", card_without_surgery(checkpoint, name, config.palimpsa_layers))
 

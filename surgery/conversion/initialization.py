@@ -61,7 +61,7 @@ class StartContext:
 class Start(NamedTuple):
     """The new parameters of one layer, fp32: down [R, D], up [H g, R], scale [H] (s, not f(s)), log_prior [H].
 
-    In the order of `GateSpec.shapes`, which has their names.
+    In the order of `GateSpec.TENSORS`, their names.
     """
 
     down: Tensor
@@ -142,7 +142,7 @@ STARTS: dict[str, Callable[[StartContext], Start]] = {
 def _random_gate(context: StartContext, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """W_down [R, D] and W_up [H g, R] of the start of the paper."""
     shapes = context.gate.shapes(context.geometry.hidden_size, context.geometry.num_heads)
-    down, up = (torch.empty(shapes[name]) for name in ("beta_down.weight", "beta_up.weight"))
+    down, up = (torch.empty(shapes[name]) for name in GateSpec.TENSORS[:2])
     start_projections(down, up, generator=generator)
     return down, up
 

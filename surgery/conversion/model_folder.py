@@ -16,17 +16,17 @@ from torch import Tensor
 
 from ...base.console import progress
 from ...base.errors import CheckpointError
-from ...base.files import write_json
+from ...base.files import load_json, write_json
 from ...mixers.geometry import keeps_fp32
+from ..checkpoint.dtypes import dtype_name
 from ..checkpoint.licenses import license_files
 from ..checkpoint.sources import tokenizer_file_name, tokenizer_files
-from ..checkpoint.tokenizer import load_tokenizer
+from ..checkpoint.tokenizer import SPECIAL_TOKEN_IDS, load_tokenizer
 from ..families.base import Family
 from ..families.mamba2 import Mamba2Config
 from ..measure.profile import Profile
 from ..planning.plan import Plan
 from .initialization import STARTS, Start, StartContext
-from .report import dtype_name
 from .writer import StreamingSafetensorsWriter, TensorSpec, cast
 
 if TYPE_CHECKING:
@@ -49,24 +49,37 @@ def output_specs(family: Family, config: Mamba2Config, dtype: torch.dtype) -> li
 
 
 def write_weights(
-    checkpoint: Checkpoint, folder: Path, plan: Plan, profile: Profile, specs: list[TensorSpec]
+    checkpoint: Checkpoint,
+    folder: Path,
+    specs: list[TensorSpec],
+    changed: Callable[[str], Tensor | None] = lambda name: None,
 ) -> tuple[str, ...]:
-    """Streams copied, cast and new tensors into `folder`; returns the names of the weight files."""
-    new = new_tensors(checkpoint, plan, profile)
+    """Streams the tensors of a model into `folder`, one in memory at a time, each in the dtype of its spec.
+
+    Args:
+        checkpoint: where tensors come from; what is stored there as it will be here is copied by the system.
+        folder: where to.
+        specs: what to write.
+        changed: gives the tensors that the checkpoint lacks or has otherwise, None for the others.
+
+    Returns:
+        The names of the weight files.
+    """
     with StreamingSafetensorsWriter(folder, specs) as writer:
         for spec in progress(writer.specs, "writing"):
-            if spec.name not in checkpoint.tensors:
-                writer.write(spec.name, new(spec.name).to(spec.dtype))
-                continue
-            as_stored = checkpoint.tensors[spec.name].dtype == spec.dtype
-            extent = checkpoint.extent(spec.name) if as_stored else None
-            checkpoint.check(spec.name)
-            if extent is None or not writer.copy(spec.name, extent):
-                writer.write(spec.name, cast(spec.name, checkpoint.load(spec.name), spec.dtype))
+            tensor = changed(spec.name)
+            if tensor is None:
+                checkpoint.check(spec.name)
+                as_stored = checkpoint.tensors[spec.name].dtype == spec.dtype
+                extent = checkpoint.extent(spec.name) if as_stored else None
+                if extent is not None and writer.copy(spec.name, extent):
+                    continue
+                tensor = checkpoint.load(spec.name)
+            writer.write(spec.name, cast(spec.name, tensor, spec.dtype))
     return tuple(writer.files)
 
 
-def new_tensors(checkpoint: Checkpoint, plan: Plan, profile: Profile) -> Callable[[str], Tensor]:
+def new_tensors(checkpoint: Checkpoint, plan: Plan, profile: Profile) -> Callable[[str], Tensor | None]:
     """Gives the new tensors of the plan's layers by name, computed when asked for; the last layer's are kept."""
     places = {
         name: (layer, number)
@@ -89,27 +102,43 @@ def new_tensors(checkpoint: Checkpoint, plan: Plan, profile: Profile) -> Callabl
             )
         )
 
-    def load(name: str) -> Tensor:
-        layer, number = places[name]
-        return start(layer)[number]
+    def new(name: str) -> Tensor | None:
+        layer, number = places.get(name, (None, None))
+        return None if layer is None else start(layer)[number]
 
-    return load
+    return new
 
 
-def write_surroundings(checkpoint: Checkpoint, folder: Path, config: Mamba2Config, dtype: torch.dtype) -> None:
-    """config.json with `auto_map`, the bundled code, tokenizer and generation config."""
+def write_surroundings(
+    checkpoint: Checkpoint, folder: Path, config: Mamba2Config, dtype: torch.dtype, *, own: bool = False
+) -> None:
+    """config.json, the bundled code, tokenizer and generation config.
+
+    Args:
+        checkpoint: where tokenizer and generation config come from.
+        folder: where to.
+        config: of the model in `folder`.
+        dtype: that most of its weights are stored in.
+        own: keep the config.json of a checkpoint in our layout, which may have keys that this package does not read;
+            only its dtype and what its tokenizer settles are written anew.
+    """
     from transformers import GenerationConfig
 
-    from ...modeling.bundle import auto_map, bundle_remote_code
+    from ...modeling.bundle import bundle_remote_code, remote_code_keys
 
-    model_config = checkpoint.family.model_config(
-        config, architectures=["PalimpsaMamba2ForCausalLM"], dtype=dtype_name(dtype), auto_map=auto_map()
-    )
-    model_config.save_pretrained(folder)
+    stated = {**remote_code_keys(), "dtype": dtype_name(dtype)}
+    if own:
+        ids = {key: number for key in SPECIAL_TOKEN_IDS if (number := getattr(config, key)) is not None}
+        content = {**load_json(checkpoint.path / "config.json"), **ids, **stated}
+        content.pop("torch_dtype", None)
+        write_json(folder / "config.json", content)
+    else:
+        model_config = checkpoint.family.model_config(config, **stated)
+        model_config.save_pretrained(folder)
+        if checkpoint.generation_config is None:
+            GenerationConfig.from_model_config(model_config).save_pretrained(folder)
     bundle_remote_code(folder)
     copy_companions(checkpoint, folder)
-    if checkpoint.generation_config is None:
-        GenerationConfig.from_model_config(model_config).save_pretrained(folder)
 
 
 def copy_companions(checkpoint: Checkpoint, folder: Path) -> None:

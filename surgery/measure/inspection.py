@@ -9,6 +9,7 @@ from typing import Any
 
 from ...base.console import counted, human_count
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.dtypes import dtype_name
 from ..checkpoint.licenses import license_text
 from ..checkpoint.sources import tokenizer_file_name
 from .forgetting import static_forgetting
@@ -139,7 +140,7 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
     by_layer: Counter[int] = Counter()
     for entry in entries:
         numbers = math.prod(entry.shape)
-        dtypes[str(entry.dtype).removeprefix("torch.")] += numbers
+        dtypes[dtype_name(entry.dtype)] += numbers
         parts = entry.name.split(".")
         if parts[1] == "layers":
             by_layer[int(parts[2])] += numbers
