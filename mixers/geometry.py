@@ -51,23 +51,10 @@ class GateSpec:
     TENSORS: ClassVar = ("beta_down.weight", "beta_up.weight", "beta_scale", "log_prior")
 
     @classmethod
-    def complete(
-        cls,
-        hidden_size: int,
-        head_dim: int,
-        *,
-        beta_rank: int | None = None,
-        beta_groups: int | None = None,
-        beta_scale_form: str | None = None,
-        train_prior: bool | None = None,
-    ) -> GateSpec:
-        """A gate from what was said; None is the default: a rank of hidden_size / 16, an importance per channel."""
-        return cls(
-            max(1, hidden_size // 16) if beta_rank is None else beta_rank,
-            head_dim if beta_groups is None else beta_groups,
-            "abs" if beta_scale_form is None else beta_scale_form,
-            True if train_prior is None else train_prior,
-        )
+    def complete(cls, hidden_size: int, head_dim: int, **said: Any) -> GateSpec:
+        """A gate from what was said of `KEYS`; None is the default: a rank of D / 16, an importance per channel."""
+        usual = dict(zip(cls.KEYS, (max(1, hidden_size // 16), head_dim, "abs", True), strict=True))
+        return cls(*(usual | {key: value for key, value in said.items() if value is not None}).values())
 
     @classmethod
     def of(cls, holder: Any) -> GateSpec:

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from ...base.console import counted
 from ...base.errors import CheckpointError
 from ...mixers.geometry import keeps_fp32
 from .checkpoint import Checkpoint, open_checkpoint
@@ -42,12 +41,17 @@ def load_model(
     checkpoint = src if isinstance(src, Checkpoint) else open_checkpoint(src, revision=revision, token=token)
     with torch.device("meta"):
         model = checkpoint.family.model_class()(checkpoint.family.model_config(checkpoint.config))
-    slots = _parameters(model, checkpoint)
     dtype = dtype or checkpoint.dtype
-    for name, (module, attribute) in slots.items():
-        target = _stored_dtype(name, dtype)
-        tensor = checkpoint.load(name).to(device=device, dtype=target)
-        setattr(module, attribute, torch.nn.Parameter(tensor, requires_grad=getattr(module, attribute).requires_grad))
+    state = {name: checkpoint.load(name).to(device, _stored_dtype(name, dtype)) for name in checkpoint.tensors}
+    if checkpoint.config.tie_word_embeddings:
+        state |= {name: state[other] for name, other in model._tied_weights_keys.items()}
+    try:
+        model.load_state_dict(state, strict=True, assign=True)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{checkpoint.source_id}: the model and the checkpoint differ ({' '.join(str(error).split())[:300]}); the "
+            "checkpoint was written for another version of this package"
+        ) from error
     model.tie_weights()
     model.config.dtype = dtype
     if checkpoint.generation_config is not None:
@@ -57,23 +61,3 @@ def load_model(
 
 def _stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if keeps_fp32(name) else dtype
-
-
-def _parameters(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, tuple[torch.nn.Module, str]]:
-    """Where each tensor of the checkpoint goes, once both sides agree on names and shapes to the last one."""
-    tied = set(model._tied_weights_keys) if checkpoint.config.tie_word_embeddings else set()
-    found = {}
-    for path, module in model.named_modules():
-        for attribute, parameter in module.named_parameters(recurse=False):
-            name = f"{path}.{attribute}"
-            if name not in tied:
-                found[name] = (module, attribute, tuple(parameter.shape))
-    wanted = {name: shape for name, (_, _, shape) in found.items()}
-    stored = {name: entry.shape for name, entry in checkpoint.tensors.items()}
-    if wanted != stored:
-        odd = sorted({name for name, _ in wanted.items() ^ stored.items()})
-        raise CheckpointError(
-            f"{checkpoint.source_id}: the model and the checkpoint differ in {counted(len(odd), 'tensor')} "
-            f"({', '.join(odd[:5])}); the checkpoint was written for another version of this package"
-        )
-    return {name: (module, attribute) for name, (module, attribute, _) in found.items()}

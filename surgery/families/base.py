@@ -45,43 +45,27 @@ class Site:
         return {self.tensor(f"{GATE}.{name}"): shape for name, shape in shapes.items()}
 
 
-class Config(Protocol):
-    """What any stage may ask a model's config for; transformers' own configs have these names too.
-
-    Anything else that a stage needs to know of a mixer is in the geometry of its site.
-    """
-
-    hidden_size: int
-    num_hidden_layers: int
-    vocab_size: int
-    tie_word_embeddings: bool
-    palimpsa_layers: tuple[int, ...]
-    bos_token_id: int | None
-    eos_token_id: int | list[int] | None
-    pad_token_id: int | None
-
-
 class Family(Protocol):
     """A kind of model.
 
-    Configs are typed and checked once, where a checkpoint is opened. `config` and `shapes` are cheap: opening does
-    not wait for transformers, whose import takes longer; a family that needs a class of transformers to know its
-    tensors builds it on `meta` in `shapes`. Nothing is asked of a config whose number of layers exceeds the number of
-    tensors. There is no factor of the logits here, as no family that is supported has one.
+    Its configs are typed, frozen, and have the names of transformers where a stage asks: the number of layers, the
+    vocabulary, tied or not, special tokens, `palimpsa_layers`, `gate`. What else is asked of a mixer is in its site.
+    Opening must not wait for transformers, so `config`, `sites` and `shapes` import it only where a family cannot
+    know its tensors without building a class on `meta`. A layout refuses more layers than tensors before any of this.
     """
 
     name: str
 
-    def config(self, where: str, keys: Mapping[str, Any]) -> Config:
+    def config(self, where: str, keys: Mapping[str, Any]) -> Any:
         """The config of a checkpoint, from keys under transformers' names; `CheckpointError` names the file `where`."""
 
-    def sites(self, config: Config) -> dict[int, Site]:
+    def sites(self, config: Any) -> dict[int, Site]:
         """The mixers by layer, in order."""
 
-    def shapes(self, config: Config) -> dict[str, tuple[int, ...]]:
+    def shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that is stored, in the order of the files that are written."""
 
-    def model_config(self, config: Config, **more: Any) -> Any:
+    def model_config(self, config: Any, **more: Any) -> Any:
         """The config as the class of the model takes it, a `PreTrainedConfig`."""
 
     def model_class(self) -> type:

@@ -138,9 +138,7 @@ def test_a_checkpoint_whose_tensors_are_not_the_models_is_refused(tmp_path):
     checkpoint = open_checkpoint(tmp_path)
     fewer = {name: entry for name, entry in checkpoint.tensors.items() if not name.endswith("norm_f.weight")}
     broken = dataclasses.replace(checkpoint, tensors=fewer)
-    with pytest.raises(
-        CheckpointError, match=r"the model and the checkpoint differ in 1 tensor \(backbone.norm_f.weight\)"
-    ):
+    with pytest.raises(CheckpointError, match=r"the model and the checkpoint differ .*Missing.*backbone.norm_f.weight"):
         load_model(broken)
 
 
