@@ -20,11 +20,11 @@ from ..base.console import counted
 from ..base.errors import CheckpointError, SchemaError, UsageError
 from ..base.files import load_json, load_yaml, named_path, write_json, write_text
 from ..base.schemas import read_model, write_model
+from ..kernels.common.precision import dtype_name
 from ..recipes.evaluation.report import read_report
 from ..recipes.training.adapter_files import CONFIG, SOURCE, TENSORS, AdapterSource, read_adapter_config
 from ..recipes.training.recipe import Recipe
 from ..surgery.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from ..surgery.checkpoint.dtypes import dtype_name
 from ..surgery.checkpoint.licenses import card_metadata, license_files, license_terms
 from ..surgery.checkpoint.sources import (
     TOKENIZER_PATTERNS,

@@ -15,10 +15,11 @@ from ...base.errors import UsageError
 from ...base.files import named_path, refuse_file_name, refuse_to_replace
 from ...base.text import data_name
 from ...kernels.backends import describe_device
+from ...kernels.common.precision import dtype_name
 from ...kernels.metaplastic import scan as api
 from ...kernels.ssd import mamba2_scan as ssd
 from ...surgery.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from ...surgery.checkpoint.dtypes import dtype_name, dtype_of
+from ...surgery.checkpoint.dtypes import dtype_of
 from ...surgery.checkpoint.loading import load_model
 from ...surgery.checkpoint.sources import files_read
 from ...surgery.checkpoint.tokenizer import encode_alike, load_tokenizer, open_tokenizer

@@ -7,17 +7,14 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from ...base.files import output_folder, write_text
-from ...mixers.geometry import keeps_fp32
+from ...kernels.common.precision import DTYPES
 from ...surgery.checkpoint.checkpoint import Checkpoint
-from ...surgery.checkpoint.dtypes import FLOATS
 from ...surgery.checkpoint.sources import is_of_tokenizer
 from ...surgery.conversion.export import card_without_surgery
-from ...surgery.conversion.model_folder import write_surroundings, write_weights
-from ...surgery.conversion.writer import TensorSpec
+from ...surgery.conversion.model_folder import output_specs, write_surroundings, write_weights
 from .checkpointing import full_tensor, trained_parameters
 from .recipe import Recipe, dump_recipe
 
@@ -65,11 +62,8 @@ def save_tensors(
         recipe: written beside the weights.
         force: replace `out`.
     """
-    asked = FLOATS.get(dtype)
-    specs = [
-        TensorSpec(name, entry.shape, torch.float32 if keeps_fp32(name) else asked or entry.dtype)
-        for name, entry in checkpoint.tensors.items()
-    ]
+    asked = DTYPES.get(dtype)
+    specs = output_specs(checkpoint, checkpoint.config, asked)
     own = checkpoint.layout == "palimpsa_mamba2"
     with output_folder(out, force=force) as folder:
         if own:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 from ...base.errors import CheckpointError
+from ...kernels.common.precision import DTYPES, dtype_name
 from ..families.mamba2 import EMBEDDING, HEAD
-from .dtypes import FLOATS, dtype_name
 from .keymap import Rule, canonical_shape, translate
 from .layouts import Layout
 from .weights import TensorInfo, WeightsFile
@@ -181,7 +181,7 @@ def account(
         for name, found in located.items()
         if name in expected and found.entry.shape != expected[name]
     ]
-    odd = [found.entry for found in located.values() if found.entry.dtype not in FLOATS.values()]
+    odd = [found.entry for found in located.values() if found.entry.dtype not in DTYPES.values()]
     if odd:
         kinds = ", ".join(sorted({dtype_name(entry.dtype) for entry in odd}))
         raise CheckpointError(

@@ -102,7 +102,7 @@ def _summary(facts: CardFacts) -> str:
         return f"A Mamba2 language model in which {counted(count, 'layer')} {are(count)} Palimpsa-M ([paper]({PAPER}))."
     source = facts.base_model or facts.plan.source
     layers, was = counted(count, "layer"), "was" if count == 1 else "were"
-    groups = counted(facts.plan.beta_groups, "importance")
+    groups = counted(facts.plan.gate.groups, "importance")
     return (
         f"A Mamba2 language model made from `{source}`, in which {layers} {was} replaced by Palimpsa-M: "
         f"a Mamba2 mixer whose synapses carry an importance that protects what was learnt from being overwritten "

@@ -19,7 +19,8 @@ from ...base.console import are, counted
 from ...base.errors import UsageError, VerificationError
 from ...base.files import flushing, output_folder, refuse_existing, refuse_to_delete, write_text
 from ...base.schemas import write_model
-from ..checkpoint.dtypes import STORED, dtype_name, dtype_of
+from ...kernels.common.precision import dtype_name
+from ..checkpoint.dtypes import STORED, dtype_of
 from ..checkpoint.licenses import card_metadata, license_terms
 from ..checkpoint.tokenizer import with_tokenizer
 from ..measure.forgetting import measure, static_forgetting
@@ -87,8 +88,7 @@ def convert(
         force: replace `out` when it exists.
         revision: of a Hub id.
         token: for a private Hub id.
-        **plan_options: as for `make_plan`: rule, init, strength, beta_rank, beta_groups, beta_scale_form, train_prior,
-            seed.
+        **plan_options: as for `make_plan`: rule, init, strength, seed and the keys of the importance gate.
 
     Returns:
         The report, which is also in the folder.
@@ -173,7 +173,7 @@ def _write(
     force: bool,
 ) -> ConversionReport:
     config = output_config(checkpoint, plan)
-    specs = output_specs(checkpoint.family, config, dtype)
+    specs = output_specs(checkpoint, config, dtype)
     notes = (*checkpoint.notes, *_rounding_note(checkpoint, specs))
     for note in notes[len(checkpoint.notes) :]:
         logger.warning(note)

@@ -14,9 +14,8 @@ from torch import Tensor
 from ...base.console import are, counted, listed, progress
 from ...base.errors import CheckpointError, UsageError, VerificationError
 from ...base.files import output_folder, refuse_existing, refuse_to_delete, write_json, write_text
-from ...mixers.geometry import keeps_fp32
+from ...kernels.common.precision import dtype_name
 from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
-from ..checkpoint.dtypes import dtype_name
 from ..checkpoint.licenses import card_metadata, license_terms
 from ..checkpoint.tokenizer import with_tokenizer
 from ..families.mamba2 import EMBEDDING, HEAD, Mamba2Config
@@ -76,7 +75,7 @@ def export(
             "layout has no place; give --off to leave their importance out, which is another function"
         )
     config = replace(checkpoint.config, palimpsa_layers=()) if off else checkpoint.config
-    specs = _specs(checkpoint, config)
+    specs = output_specs(checkpoint, config)
     with output_folder(out, force=force) as folder:
         WRITERS[layout](checkpoint, folder, config, specs, Path(out).resolve().name)
         _check(checkpoint, folder, specs)
@@ -84,13 +83,6 @@ def export(
     left_out = f", {importance} of the importance left out" if swapped and off else ""
     logger.info("wrote %s: %s in the layout %s%s", Path(out).name, counted(len(specs), "tensor"), layout, left_out)
     return Path(out)
-
-
-def _specs(checkpoint: Checkpoint, config: Mamba2Config) -> list[TensorSpec]:
-    """Every tensor in the dtype it is stored in, but for those that are fp32 in a folder of ours."""
-    specs = output_specs(checkpoint.family, config, torch.float32)
-    stored = {name: entry.dtype for name, entry in checkpoint.tensors.items()}
-    return [s if keeps_fp32(s.name) else s._replace(dtype=stored[s.name]) for s in specs]
 
 
 def _write_mamba_ssm(

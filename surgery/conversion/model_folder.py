@@ -17,12 +17,11 @@ from torch import Tensor
 from ...base.console import progress
 from ...base.errors import CheckpointError
 from ...base.files import load_json, write_json
+from ...kernels.common.precision import dtype_name
 from ...mixers.geometry import keeps_fp32
-from ..checkpoint.dtypes import dtype_name
 from ..checkpoint.licenses import license_files
 from ..checkpoint.sources import tokenizer_file_name, tokenizer_files
 from ..checkpoint.tokenizer import SPECIAL_TOKEN_IDS, load_tokenizer
-from ..families.base import Family
 from ..families.mamba2 import Mamba2Config
 from ..measure.profile import Profile
 from ..planning.plan import Plan
@@ -40,11 +39,11 @@ def output_config(checkpoint: Checkpoint, plan: Plan) -> Mamba2Config:
     )
 
 
-def output_specs(family: Family, config: Mamba2Config, dtype: torch.dtype) -> list[TensorSpec]:
-    """Name, shape and dtype of every tensor of the output, in the order of the model."""
+def output_specs(checkpoint: Checkpoint, config: Mamba2Config, dtype: torch.dtype | None = None) -> list[TensorSpec]:
+    """Name, shape and dtype (None: as the checkpoint stores it) of every tensor of the output, in its order."""
     return [
-        TensorSpec(name, shape, torch.float32 if keeps_fp32(name) else dtype)
-        for name, shape in family.shapes(config).items()
+        TensorSpec(name, shape, torch.float32 if keeps_fp32(name) else dtype or checkpoint.tensors[name].dtype)
+        for name, shape in checkpoint.family.shapes(config).items()
     ]
 
 

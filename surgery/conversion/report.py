@@ -8,7 +8,7 @@ import torch
 from pydantic import Field, model_validator
 
 from ...base.schemas import StrictModel, StrictPart
-from ..checkpoint.dtypes import dtype_name
+from ...kernels.common.precision import dtype_name
 from ..checkpoint.keymap import translate
 
 if TYPE_CHECKING:

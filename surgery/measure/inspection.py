@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...base.console import counted, human_count
+from ...kernels.common.precision import dtype_name
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.dtypes import dtype_name
 from ..checkpoint.licenses import license_text
 from ..checkpoint.sources import tokenizer_file_name
 from .forgetting import static_forgetting
@@ -137,13 +137,12 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
     """
     entries = checkpoint.tensors.values()
     dtypes: Counter[str] = Counter()
-    by_layer: Counter[int] = Counter()
     for entry in entries:
-        numbers = math.prod(entry.shape)
-        dtypes[dtype_name(entry.dtype)] += numbers
-        parts = entry.name.split(".")
-        if parts[1] == "layers":
-            by_layer[int(parts[2])] += numbers
+        dtypes[dtype_name(entry.dtype)] += math.prod(entry.shape)
+    by_layer = {
+        layer: sum(map(math.prod, site.shapes().values())) + site.geometry.hidden_size
+        for layer, site in checkpoint.sites.items()
+    }
     config = checkpoint.config
     return Inspection(
         source=checkpoint.source_id,
