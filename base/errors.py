@@ -19,6 +19,10 @@ class CheckpointError(PalimpsaError):
     """A checkpoint cannot be read, or is of a kind that is not supported."""
 
 
+class ChangedFileError(CheckpointError):
+    """A file of a checkpoint was written to or cut short while it was read."""
+
+
 class SchemaError(PalimpsaError):
     """A file written by a stage (or by hand) does not follow its schema."""
 

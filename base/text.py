@@ -89,6 +89,8 @@ def _field(value: Any, where: str) -> str:
         found = f'a {type(text).__name__} as "text"' if text is not None else 'null as "text"'
     else:
         found = f"keys {', '.join(value)}"
+    if isinstance(value, dict) and "messages" in value:
+        found += " (conversations are trained on with data.chat=true)"
     raise DataError(f'{where}: has {found}; expected a string, or an object with the string "text"')
 
 

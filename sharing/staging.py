@@ -22,7 +22,14 @@ from ..base.files import load_json, load_yaml, named_path, write_json, write_tex
 from ..base.schemas import read_model, write_model
 from ..kernels.common.precision import dtype_name
 from ..recipes.evaluation.report import read_report
-from ..recipes.training.adapter_files import CONFIG, SOURCE, TENSORS, AdapterSource, read_adapter_config
+from ..recipes.training.adapter_files import (
+    CONFIG,
+    SOURCE,
+    TENSORS,
+    AdapterSource,
+    read_adapter_config,
+    read_adapter_tensors,
+)
 from ..recipes.training.recipe import Recipe
 from ..surgery.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ..surgery.checkpoint.licenses import card_metadata, license_files, license_terms
@@ -171,7 +178,7 @@ def _model_card(
         raise UsageError(
             f"{folder}: is in the layout {checkpoint.layout}; push takes a folder that convert, finetune or merge wrote"
         )
-    refuse_code(folder, str(folder))
+    refuse_code(folder, str(folder), None)
     checkpoint.check_all()
     if figures is not None and not checkpoint.matches(figures.fingerprint):
         raise SchemaError(
@@ -218,6 +225,7 @@ def _adapter_card(
     """The card of an adapter and what identifies it; with `base`, its files name that base."""
     source = read_model(AdapterSource, folder / SOURCE) if (folder / SOURCE).is_file() else None
     config = _cleaned(read_adapter_config(folder))
+    read_adapter_tensors(folder)  # for what it refuses
     if base is not None:
         config["base_model_name_or_path"] = base
         write_json(staging / CONFIG, config)

@@ -23,7 +23,7 @@ from ...surgery.checkpoint.dtypes import dtype_of
 from ...surgery.checkpoint.loading import load_model
 from ...surgery.checkpoint.sources import files_read
 from ...surgery.checkpoint.tokenizer import encode_alike, load_tokenizer, open_tokenizer
-from .harness import run_tasks
+from .harness import open_tasks, run_tasks
 from .report import EvalData, EvalReport, EvalSuite, EvaluatedModel, SeenText, write_report
 from .rows import compare
 from .seen import seen_text
@@ -89,6 +89,8 @@ def evaluate(
         out = named_path(out, "output")
         read = [file for one in (model, against, tokenizer) for file in _files_of(one)]
         refuse_to_replace([out, *(_picture(out, name) for name in names if _draw(name))], *read, data, force=force)
+    weights_dtype = _dtype(dtype, device)
+    tasks = open_tasks(lm_eval, limit=lm_eval_limit) if lm_eval else None
     checkpoints = [
         open_checkpoint(model, revision=revision, token=token) if not isinstance(model, Checkpoint) else model
     ]
@@ -106,15 +108,15 @@ def evaluate(
     results: list[dict[str, SuiteResult]] = []
     facts = []
     for checkpoint in checkpoints:
-        loaded = load_model(checkpoint, dtype=_dtype(dtype, device), device=device)
+        loaded = load_model(checkpoint, dtype=weights_dtype, device=device)
         facts.append(_facts(checkpoint, loaded, seen_text(checkpoint.path, data) if names else None))
         subject = Subject(loaded, checkpoint.source_id)
         results.append(_run(subject, text, settings, names))
-        if lm_eval:
+        if tasks is not None:
             results[-1][HARNESS] = run_tasks(
                 loaded,
                 encoder,
-                lm_eval,
+                tasks,
                 length=settings.longest,
                 limit=lm_eval_limit,
                 batch_size=1 if subject.device.type == "cpu" else 8,

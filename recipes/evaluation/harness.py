@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,30 +25,28 @@ _AGREEMENT = 1e-6
 """Relative: samples are kept when their mean is the figure that the harness itself gives."""
 
 
-def run_tasks(
-    model: Any, tokenizer: Any, tasks: Sequence[str], *, length: int, limit: int | None = None, batch_size: int = 1
-) -> SuiteResult:
-    """Every metric of every task.
+class Tasks(NamedTuple):
+    """Tasks that the harness knows: how they were asked for, their names, and the harness's table of them."""
 
-    Differences of two models are paired over the questions wherever the metric is a mean over questions (accuracies)
-    or a perplexity; for others the errors of the harness are combined.
+    asked: Sequence[str]
+    names: list[str]
+    manager: Any
+
+
+def open_tasks(tasks: Sequence[str], *, limit: int | None = None) -> Tasks:
+    """Finds the tasks, before anything is measured.
 
     Args:
-        model: a transformers causal LM.
-        tokenizer: its tokenizer.
         tasks: names that the harness knows, or `.yaml` files of tasks of one's own.
-        length: tokens of a question that are read; a longer one loses its beginning, which a note says. Perplexities
-            are over windows of as many. The harness would take 2,048, as a Mamba2's config names no length.
         limit: questions of each task at most.
-        batch_size: questions at a time.
 
     Raises:
-        EvaluationError: lm-eval is not installed, or cannot load a task.
-        UsageError: a task is unknown, or a file does not exist.
+        EvaluationError: lm-eval is not installed.
+        UsageError: a task is unknown, a file does not exist, or the limit is no number of questions.
     """
+    if limit is not None and limit < 1:
+        raise UsageError(f"--lm-eval-limit {limit}: expected 1 question or more; leave it out for all of them")
     try:
-        from lm_eval import simple_evaluate
-        from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise EvaluationError(
@@ -65,6 +63,33 @@ def run_tasks(
             f"--lm-eval: the harness knows no task {', '.join(unknown)}; `lm_eval ls tasks` lists them, and a task of "
             f"your own is given as its .yaml file"
         )
+    return Tasks(tasks, names, manager)
+
+
+def run_tasks(
+    model: Any, tokenizer: Any, tasks: Tasks, *, length: int, limit: int | None = None, batch_size: int = 1
+) -> SuiteResult:
+    """Every metric of every task.
+
+    Differences of two models are paired over the questions wherever the metric is a mean over questions (accuracies)
+    or a perplexity; for others the errors of the harness are combined.
+
+    Args:
+        model: a transformers causal LM.
+        tokenizer: its tokenizer.
+        tasks: what `open_tasks` found.
+        length: tokens of a question that are read; a longer one loses its beginning, which a note says. Perplexities
+            are over windows of as many. The harness would take 2,048, as a Mamba2's config names no length.
+        limit: questions of each task at most.
+        batch_size: questions at a time.
+
+    Raises:
+        EvaluationError: the harness cannot load a task.
+        UsageError: an answer of a task is longer than `length`.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
     try:
         with _kept_off_stdout():
             harness_model = _counting(HFLM)(
@@ -75,14 +100,16 @@ def run_tasks(
                 max_length=length,
                 add_bos_token=bool(opening_ids(tokenizer)),  # its own default is another from release to release
             )
-            found = simple_evaluate(harness_model, tasks=names, limit=limit, task_manager=manager, bootstrap_iters=1000)
+            found = simple_evaluate(
+                harness_model, tasks=tasks.names, limit=limit, task_manager=tasks.manager, bootstrap_iters=1000
+            )
     except UsageError:
         raise
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise EvaluationError(
-            f"--lm-eval {','.join(tasks)}: the harness stopped ({type(error).__name__}: {reason}); check the task's "
-            f"file, and that its data can be reached"
+            f"--lm-eval {','.join(tasks.asked)}: the harness stopped ({type(error).__name__}: {reason}); check the "
+            f"task's file, and that its data can be reached"
         ) from error
     cut = harness_model.cut
     notes = [f"{counted(cut, 'input')} longer than {length:,} tokens lost the beginning; give more --lengths"]

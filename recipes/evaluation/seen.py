@@ -4,7 +4,8 @@ A model folder that was fine-tuned has `recipe.yaml`, which names the training t
 content, so a copy under another name is found too, and so is a part of the text in a file of its own.
 
 The recipe may come with a model that somebody else made: it is read as a claim that may be nonsense, and the paths in
-it are opened only where they are regular files of text, up to a bound.
+it are opened only where they are regular files of text, up to a bound. Of its keys only those used here are looked at,
+as an evaluation should not end because a recipe has others; whatever cannot be told is a warning, never "not seen".
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from typing import Any
 from ...base.errors import PalimpsaError, SchemaError
 from ...base.files import load_yaml, named_path
 from ...base.records import EMBEDDED_TEXT, TEXT_SUFFIXES, embedded_text_path
+from ...base.schemas import current_version
 from ...base.text import data_name, documents_of_file, iter_documents
+from ..training.recipe import Recipe
 from .report import SeenText
 
 logger = logging.getLogger(__name__)
@@ -32,6 +35,7 @@ MOST_BYTES = 512 << 20
 MOST_ENTRIES = 10_000
 """A folder with more in it is not walked to its end, and counts as a text that is not here."""
 _MOST_RECIPE = 1 << 20
+_UNKNOWN = "whether the text was part of it is not known"
 
 
 def seen_text(folder: str | Path, data: str | Path | None) -> SeenText | None:
@@ -42,8 +46,8 @@ def seen_text(folder: str | Path, data: str | Path | None) -> SeenText | None:
         data: the text, as for `base.text.iter_documents`.
 
     Returns:
-        None when nothing of it is in the training text, or when nobody can tell: no recipe beside the model, or a
-        training text of another name that is not here.
+        None when nothing of it is in the training text, or when nobody can tell: no recipe beside the model, or, with a
+        warning, a training text of another name that is not here.
     """
     recipe = Path(folder) / RECIPE
     sources = _training_texts(recipe)
@@ -78,12 +82,13 @@ def _named(recipe: Path) -> list[str]:
     if recipe.stat().st_size > _MOST_RECIPE:
         raise SchemaError(f"{recipe}: is too long for a recipe")
     content = load_yaml(recipe)
+    version = content.get("schema_version") if isinstance(content, dict) else None
+    if isinstance(version, int) and version > current_version(Recipe):
+        raise SchemaError(f"{recipe}:schema_version: is {version}, newer than this release knows")
     data: Any = content.get("data") if isinstance(content, dict) else None
     if not isinstance(data, dict):
         raise SchemaError(f"{recipe}:data: is missing or no mapping")
     named = data.get("train")
-    if named is None:
-        return []
     texts = [named] if isinstance(named, str) else named
     if not isinstance(texts, list) or not all(isinstance(one, str) and _is_name(one) for one in texts):
         raise SchemaError(f"{recipe}:data.train: is no name of a text, nor a list of such")
@@ -113,7 +118,7 @@ def _hits(source: str, wanted: set[bytes], recipe: Path) -> set[bytes] | None:
                 if len(found) == len(wanted):
                     break
     except (PalimpsaError, OSError) as error:
-        logger.debug("%s cannot be compared with the text of the evaluation (%s)", source, error)
+        logger.warning("%s cannot be compared (%s): %s", data_name(source), error, _UNKNOWN)
         return None
     return found
 
@@ -123,8 +128,10 @@ def _unchanged_files(source: str, recipe: Path) -> list[Path]:
     path = _located(source, recipe)
     files = [] if path is None else [path] if path.is_file() else _files_below(path)
     if any(file.stat().st_mtime > recipe.stat().st_mtime for file in files):
-        logger.warning("%s was changed after the training: whether the text was part of it is not known", source)
+        logger.warning("%s was changed after the training: %s", source, _UNKNOWN)
         return []
+    if not files:
+        logger.warning("%s, which the model was trained on, is not here: %s", data_name(source), _UNKNOWN)
     return files
 
 

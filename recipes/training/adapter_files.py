@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ...base.errors import CheckpointError, UsageError
 from ...base.files import load_json
 from ...base.schemas import StrictModel
+from ...surgery.checkpoint.lazy import SafetensorsFile
+from ...surgery.checkpoint.sources import reading
 
 CONFIG, TENSORS, SOURCE = "adapter_config.json", "adapter_model.safetensors", "adapter_source.json"
 
@@ -43,3 +47,21 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
             "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
         )
     return config
+
+
+def read_adapter_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of an adapter by their names in its file.
+
+    Raises:
+        CheckpointError: the file is damaged, or a value is not finite.
+    """
+    with reading(folder.name):
+        file = SafetensorsFile(folder / TENSORS)
+    tensors = {name: file.load(name) for name in file.tensors}
+    for name, tensor in tensors.items():
+        if not file.contents(name, tensor).finite:
+            raise CheckpointError(
+                f"{TENSORS}: tensor {name} holds values that are not finite (NaN or infinity), expected a trained "
+                "adapter; use an undamaged one"
+            )
+    return tensors

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ...base.errors import CheckpointError, UsageError
@@ -22,7 +22,7 @@ from ...surgery.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ...surgery.checkpoint.dtypes import STORED, dtype_of
 from ...surgery.checkpoint.loading import load_model
 from ...surgery.checkpoint.tokenizer import with_tokenizer
-from .adapter_files import CONFIG, SOURCE, TENSORS, AdapterSource, read_adapter_config
+from .adapter_files import CONFIG, SOURCE, TENSORS, AdapterSource, read_adapter_config, read_adapter_tensors
 from .recipe import Recipe, load_recipe
 from .saving import save_tensors
 
@@ -111,6 +111,7 @@ def load_adapter(run: str | Path, base: str | Path | None = None) -> nn.Module:
 
     adapter = find_adapter(run)
     read_adapter_config(adapter)
+    read_adapter_tensors(adapter)  # for what it refuses
     model = load_model(open_base(adapter, base), dtype=torch.float32)
     return PeftModel.from_pretrained(model, str(adapter)).eval()
 
@@ -138,10 +139,10 @@ def merge(
     refuse_existing(out, force=force)
     adapter = find_adapter(run)
     scale = adapter_scale(read_adapter_config(adapter))
-    checkpoint = with_tokenizer(open_base(adapter, base))
+    checkpoint = with_tokenizer(open_base(adapter, base), option=None)
     refuse_to_delete(out, adapter, checkpoint.path)
-    changed = merged_tensors(load_file(adapter / TENSORS), scale, checkpoint)
-    recipe = Path(run) / "recipe.yaml"
+    changed = merged_tensors(read_adapter_tensors(adapter), scale, checkpoint)
+    recipe = named_path(run, "run folder") / "recipe.yaml"
     save_tensors(checkpoint, Path(out), changed, dtype, load_recipe(recipe) if recipe.is_file() else None, force=force)
     return Path(out)
 
@@ -156,6 +157,9 @@ def adapter_scale(config: dict[str, Any]) -> float:
     if config.get("peft_type") != "LORA" or odd:
         kind = f"{config.get('peft_type')}{' with ' + ', '.join(odd) if odd else ''}"
         raise UsageError(f"{CONFIG}: the adapter is {kind}; only plain LORA can be merged here, PEFT merges others")
+    for key in ("r", "lora_alpha"):
+        if type(config.get(key)) not in (int, float) or not config[key] > 0:
+            raise UsageError(f"{CONFIG}:{key}: is {config.get(key)!r}, expected a number above 0; write the file again")
     root = config["r"] ** 0.5 if config.get("use_rslora") else config["r"]
     return config["lora_alpha"] / root
 
@@ -169,7 +173,7 @@ def merged_tensors(adapter: dict[str, Tensor], scale: float, checkpoint: Checkpo
         checkpoint: the base.
 
     Raises:
-        CheckpointError: the adapter holds a tensor that the base has no place for.
+        CheckpointError: the adapter holds a tensor that the base has no place for, or of another shape.
     """
     whole: dict[str, Tensor] = {}
     pairs: dict[str, dict[str, Tensor]] = {}
@@ -183,6 +187,13 @@ def merged_tensors(adapter: dict[str, Tensor], scale: float, checkpoint: Checkpo
     strangers = [name for name in (*whole, *pairs) if name not in checkpoint.tensors]
     if strangers:
         raise CheckpointError(f"the adapter holds {strangers[0]}, which the base {checkpoint.source_id} does not have")
+    shapes = {**{name: tuple(tensor.shape) for name, tensor in whole.items()}, **_product_shapes(pairs)}
+    for name, shape in shapes.items():
+        if shape != checkpoint.tensors[name].shape:
+            raise CheckpointError(
+                f"the adapter's part of {name} does not fit its shape {list(checkpoint.tensors[name].shape)} in the "
+                f"base {checkpoint.source_id}; train or copy the adapter again"
+            )
 
     def changed(name: str) -> Tensor | None:
         if name in pairs:
@@ -193,10 +204,20 @@ def merged_tensors(adapter: dict[str, Tensor], scale: float, checkpoint: Checkpo
     return changed
 
 
+def _product_shapes(pairs: dict[str, dict[str, Tensor]]) -> dict[str, tuple[int, ...] | None]:
+    """The shape of B @ A by name; None where that is no product of two matrices."""
+    found = {}
+    for name, pair in pairs.items():
+        up, down = pair.get("B"), pair.get("A")
+        fit = up is not None and down is not None and up.ndim == down.ndim == 2 and up.shape[1] == down.shape[0]
+        found[name] = (up.shape[0], down.shape[1]) if fit else None
+    return found
+
+
 def save_run(module: nn.Module, trained: dict[str, Tensor], checkpoint: Checkpoint, out: Path, recipe: Recipe) -> None:
     """Writes `out/adapter`, and `out/final` with the adapter merged, of a lora or qlora run."""
     peft_model = module.model
     save_adapter(peft_model, trained, checkpoint, out / "adapter")
     scale = adapter_scale(read_adapter_config(out / "adapter"))
-    changed = merged_tensors(load_file(out / "adapter" / TENSORS), scale, checkpoint)
+    changed = merged_tensors(read_adapter_tensors(out / "adapter"), scale, checkpoint)
     save_tensors(checkpoint, out / "final", changed, recipe.save_dtype, recipe, force=True)

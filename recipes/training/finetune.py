@@ -38,6 +38,9 @@ from .validation import evaluate_loss
 
 logger = logging.getLogger(__name__)
 
+TOKENIZER_KEY = "data.tokenizer"
+"""The recipe key that names a tokenizer, for messages."""
+
 
 @dataclass(frozen=True)
 class RunResult:
@@ -116,7 +119,7 @@ def _finetune(
         warm, steps = recipe.warmup_steps(), counted(recipe.total_steps(), "step")
         logger.warning("warmup: takes %d of %s, so the learning rate never stays at its full height", warm, steps)
     checkpoint = open_checkpoint(model_folder, revision=revision, token=token)
-    checkpoint = with_tokenizer(checkpoint, recipe.data.tokenizer, token=token)
+    checkpoint = with_tokenizer(checkpoint, recipe.data.tokenizer, token=token, option=TOKENIZER_KEY)
     with contextlib.ExitStack() as stack:
         with accelerator.main_process_first():
             if main:
@@ -162,7 +165,7 @@ def make_accelerator(recipe: Recipe, out: Path) -> Any:
     """Accelerate's entry to devices and processes; precision stays with the model (see `CausalLoss`).
 
     Raises:
-        UsageError: accelerate is not installed, or the environment is half of a launcher's.
+        UsageError: accelerate or a tracker is not installed, or the environment is half of a launcher's.
     """
     try:
         from accelerate import Accelerator
@@ -170,6 +173,7 @@ def make_accelerator(recipe: Recipe, out: Path) -> Any:
         raise UsageError(
             "fine-tuning needs the package accelerate, which is not installed; install palimpsa-surgery[train]"
         ) from error
+    _check_trackers(recipe.trackers)
     # Without CUDA several processes must be told that they run on CPUs, or each believes to be alone.
     cpu = launched_processes() > 1 and not torch.cuda.is_available()
     accelerator = Accelerator(
@@ -180,12 +184,25 @@ def make_accelerator(recipe: Recipe, out: Path) -> Any:
     return accelerator
 
 
+def _check_trackers(names: Sequence[str]) -> None:
+    """Accelerate would leave out one whose package is missing, without a word."""
+    from accelerate.tracking import get_available_trackers
+    from accelerate.utils import LoggerType
+
+    known, installed = ([kind.value for kind in kinds] for kinds in (LoggerType, get_available_trackers()))
+    for name in names:
+        if name not in known:
+            raise UsageError(f"trackers: there is no {name}; expected some of {', '.join(known)}")
+        if name not in ("all", *installed):
+            raise UsageError(f"trackers: the package of {name} is not installed; install it, or leave {name} out")
+
+
 def assemble(accelerator: Any, checkpoint: Checkpoint, recipe: Recipe, out: Path) -> Training:
     """Model, text, optimiser and validation of a run, prepared for the processes that share it."""
     resolve_loss(recipe.loss, accelerator.device)
     if require_kernels():
         resolve_backend("auto", accelerator.device)
-    tokenizer = open_tokenizer(checkpoint)
+    tokenizer = open_tokenizer(checkpoint, option=TOKENIZER_KEY)
     model = prepare_mode(load_model(checkpoint), checkpoint, recipe)
     stream, validation = open_streams(accelerator, recipe, tokenizer, model.config.vocab_size)
     loss = CausalLoss(model, recipe.loss, recipe.precision)

@@ -238,8 +238,8 @@ def _apply(values: dict, override: str) -> str | None:
         return "expected key=value, for example lr=1e-4 or data.seq_len=512"
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return f"the value {text!r} is not YAML; quote it"
+    except (yaml.YAMLError, ValueError, RecursionError):  # the date 2024-99-99, a number of thousands of digits
+        return f"the value {text[:100]!r} is not YAML; quote it"
     *parents, last = key.strip().split(".")
     for parent in parents:
         inner = values.get(parent)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...base.files import output_folder, write_text
 from ...kernels.common.precision import DTYPES
 from ...surgery.checkpoint.checkpoint import Checkpoint
-from ...surgery.checkpoint.sources import is_of_tokenizer
+from ...surgery.checkpoint.sources import is_of_tokenizer, reading
 from ...surgery.conversion.export import card_without_surgery
 from ...surgery.conversion.model_folder import output_specs, write_surroundings, write_weights
 from .checkpointing import full_tensor, trained_parameters
@@ -67,7 +67,7 @@ def save_tensors(
     own = checkpoint.layout == "palimpsa_mamba2"
     with output_folder(out, force=force) as folder:
         if own:
-            _carry_along(checkpoint.path, folder)
+            _carry_along(checkpoint, folder)
         else:
             name = out.resolve().name
             write_text(folder / "README.md", card_without_surgery(checkpoint, name, checkpoint.palimpsa_layers))
@@ -78,11 +78,12 @@ def save_tensors(
     logger.info("saved %s", out)
 
 
-def _carry_along(source: Path, folder: Path) -> None:
+def _carry_along(checkpoint: Checkpoint, folder: Path) -> None:
     """Copies what lies beside the weights and the tokenizer of a model folder of ours."""
-    for path in sorted(source.iterdir()):
-        if path.is_file() and not (_is_weights(path) or is_of_tokenizer(path.name)):
-            shutil.copyfile(path, folder / path.name)
+    with reading(checkpoint.source_id):
+        for path in sorted(checkpoint.path.iterdir()):
+            if path.is_file() and not (_is_weights(path) or is_of_tokenizer(path.name)):
+                shutil.copyfile(path, folder / path.name)
 
 
 def _is_weights(path: Path) -> bool:

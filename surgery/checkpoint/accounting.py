@@ -53,12 +53,8 @@ class Located(NamedTuple):
     rule: Rule
 
 
-def merge(files: list[WeightsFile], weight_map: Mapping[str, str]) -> dict[str, WeightsFile]:
-    """The file of each tensor.
-
-    Raises:
-        CheckpointError: two files hold a tensor of one name, or the index (`weight_map`) names another file for it.
-    """
+def merge(files: list[WeightsFile]) -> dict[str, WeightsFile]:
+    """The file of each tensor; `CheckpointError` where two hold one of the same name, or none holds any."""
     owners: dict[str, WeightsFile] = {}
     for file in files:
         for name in file.tensors:
@@ -70,13 +66,24 @@ def merge(files: list[WeightsFile], weight_map: Mapping[str, str]) -> dict[str, 
             owners[name] = file
     if not owners:
         raise CheckpointError(f"{files[0].path.name}: holds no tensors, expected a model's weights; write it again")
-    for name, file in weight_map.items():
-        if name not in owners or owners[name].path.name != file:
-            raise CheckpointError(
-                f"{file}: does not hold tensor {name}, which the index of the shards says is in it; download or write "
-                "index and shards again"
-            )
     return owners
+
+
+def check_index(weight_map: Mapping[str, str], layout: Layout, owners: Mapping[str, WeightsFile]) -> None:
+    """Refuses an index that names another file for a tensor than the one that holds it, or one that none holds.
+
+    A head that the config ties to the embedding is stored once, as the embedding, and many an index lists it all the
+    same.
+    """
+    for name, file in weight_map.items():
+        if name in owners and owners[name].path.name == file:
+            continue
+        if name not in owners and layout.says_tied and (translate(name, layout.name) or (None,))[0] == HEAD:
+            continue
+        raise CheckpointError(
+            f"{file}: does not hold tensor {name}, which the index of the shards says is in it; download or write "
+            "index and shards again"
+        )
 
 
 def locate(layout: Layout, tensors: Mapping[str, WeightsFile]) -> tuple[dict[str, Located], list[Dropped], list[str]]:

@@ -16,7 +16,17 @@ import torch
 from ...base.errors import CheckpointError
 from ..families.base import Family, Site
 from ..families.mamba2 import Mamba2Config
-from .accounting import Dropped, Located, TensorEntry, account, locate, merge, resolve_tie, resolve_vocabulary
+from .accounting import (
+    Dropped,
+    Located,
+    TensorEntry,
+    account,
+    check_index,
+    locate,
+    merge,
+    resolve_tie,
+    resolve_vocabulary,
+)
 from .fingerprint import edges_fingerprint, fingerprint
 from .layouts import detect
 from .lazy import open_weights
@@ -24,6 +34,7 @@ from .licenses import card_metadata, license_names
 from .sources import (
     Source,
     read_foreign_json,
+    reading,
     resolve,
     special_token_ids,
     tokenizer_files,
@@ -130,7 +141,8 @@ class Checkpoint:
         """Identity of the weights, see `fingerprint.py`: every tensor is read once for it."""
         self._look(self._owners)
         infos = {name: file.tensors[name] for name, file in self._owners.items()}
-        return fingerprint(self._config_file, infos, lambda name: self._owners[name].contents(name).checksum)
+        with reading(self.source_id):
+            return fingerprint(self._config_file, infos, lambda name: self._owners[name].contents(name).checksum)
 
     def matches(self, identity: str) -> bool:
         """Whether `identity`, read from a profile, a plan or another stage's file, is this checkpoint's fingerprint.
@@ -141,7 +153,8 @@ class Checkpoint:
             return True
         files = sorted({file.path for file in self._owners.values()})
         infos = {name: file.tensors[name] for name, file in self._owners.items()}
-        return identity == edges_fingerprint(self._config_file, files, infos)
+        with reading(self.source_id):
+            return identity == edges_fingerprint(self._config_file, files, infos)
 
     def _look(self, source_names: Iterable[str]) -> None:
         with ThreadPoolExecutor(_READERS, thread_name_prefix="look") as pool:
@@ -187,9 +200,14 @@ def open_checkpoint(src: str | Path, *, revision: str | None = None, token: str 
         CheckpointError: nothing readable is there, the model is of a kind that is not supported, or tensors are
             missing, unexpected or of the wrong shape.
     """
-    source = resolve(src, revision=revision, token=token)
-    tensors = merge([open_weights(path) for path in weight_files(source.folder)], weight_map(source.folder))
+    with reading(src):
+        return _opened(resolve(src, revision=revision, token=token))
+
+
+def _opened(source: Source) -> Checkpoint:
+    tensors = merge([open_weights(path) for path in weight_files(source.folder)])
     layout = detect(source.folder, {name: file.tensors[name] for name, file in tensors.items()})
+    check_index(weight_map(source.folder), layout, tensors)
     located, dropped, strangers = locate(layout, tensors)
     notes = [*layout.notes, *resolve_vocabulary(layout, located)]
     tied = resolve_tie(layout, located, dropped, notes)

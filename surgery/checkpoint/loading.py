@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -10,6 +11,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from ...base.errors import CheckpointError
 from ...mixers.geometry import keeps_fp32
 from .checkpoint import Checkpoint, open_checkpoint
+from .tokenizer import with_tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 def load_model(
@@ -39,6 +43,7 @@ def load_model(
         CheckpointError: as `open_checkpoint`, or the checkpoint's tensors are not exactly the model's.
     """
     checkpoint = src if isinstance(src, Checkpoint) else open_checkpoint(src, revision=revision, token=token)
+    checkpoint = _with_end(checkpoint)
     with torch.device("meta"):
         model = checkpoint.family.model_class()(checkpoint.family.model_config(checkpoint.config))
     dtype = dtype or checkpoint.dtype
@@ -57,6 +62,17 @@ def load_model(
     if checkpoint.generation_config is not None:
         model.generation_config = GenerationConfig.from_dict(checkpoint.generation_config)
     return model.eval()
+
+
+def _with_end(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with the special tokens of its tokenizer where its files name no end of a text."""
+    if checkpoint.config.eos_token_id is not None:
+        return checkpoint
+    try:
+        return with_tokenizer(checkpoint, option=None)
+    except CheckpointError as error:  # a model runs on ids, too
+        logger.warning("%s; until then the model does not know which token ends a text", error)
+        return checkpoint
 
 
 def _stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
@@ -58,6 +59,7 @@ SIDE_FILES = (
 _NOT_WEIGHTS = (".", "adapter_model", "optimizer", "scheduler", "rng_state", "training_args", "scaler")
 _INDEX = ".index.json"
 _DISK = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ESTALE)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -168,7 +170,8 @@ def weight_map(folder: Path) -> dict[str, str]:
 
 def tokenizer_files(folder: Path) -> tuple[Path, ...]:
     """The files a tokenizer is loaded from, by their usual names, further chat templates in a folder of theirs last."""
-    paths = (*sorted(folder.iterdir()), *sorted(folder.glob(f"{_TEMPLATES}/*.jinja")))
+    with reading(folder.name):
+        paths = (*sorted(folder.iterdir()), *sorted(folder.glob(f"{_TEMPLATES}/*.jinja")))
     return tuple(path for path in paths if path.is_file() and is_of_tokenizer(tokenizer_file_name(path)))
 
 
@@ -190,6 +193,21 @@ def files_read(src: str | Path | None) -> list[Path]:
     return [path for path in files if any(fnmatch(path.name, pattern) for pattern in (*SIDE_FILES, *WEIGHT_CHOICES))]
 
 
+@contextlib.contextmanager
+def reading(name: str | Path) -> Iterator[None]:
+    """Turns the system's error about a file of the checkpoint `name` that is gone, or closed to us, into a
+    `CheckpointError`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _GONE:
+            raise
+        raise CheckpointError(
+            f"{name}: {Path(error.filename or '').name or 'a file'} cannot be read ({error.strerror}); put it back or "
+            "make it readable, and leave the folder alone while it is read"
+        ) from error
+
+
 def read_foreign_json(path: Path) -> dict[str, Any]:
     """Reads a JSON table that other programs wrote: Python's `Infinity`, and transformers' `{"__float__": ...}` too.
 
@@ -208,7 +226,8 @@ def read_foreign_json(path: Path) -> dict[str, Any]:
         return float(table["__float__"]) if set(table) == {"__float__"} else table
 
     try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=decode)
+        with reading(path.parent.name):
+            content = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=decode)
     except CheckpointError:
         raise
     except (ValueError, TypeError, RecursionError) as error:

@@ -14,32 +14,47 @@ from .sources import read_foreign_json, resolve, tokenizer_files
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
 
-_OPTION = "--tokenizer (in a recipe: data.tokenizer)"
-_GIVE_ONE = f"give one with {_OPTION}, a folder or a Hub id (the state-spaces models use EleutherAI/gpt-neox-20b)"
+OPTION = "--tokenizer"
+"""What most commands call the option that names a tokenizer; a caller says where it has another, or none (None)."""
 SPECIAL_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _ODD_TEXT = "Ünïcode: nai\u0308ve ﬁ ß 日本語 русский 🙂\r\n\t 1,234.50  x_y=0xFF\n\n\n  def f(a):  # THE end"
 
 
-def load_tokenizer(source: str | Path, *, revision: str | None = None, token: str | None = None) -> Any:
+def load_tokenizer(
+    source: str | Path, *, revision: str | None = None, token: str | None = None, option: str | None = OPTION
+) -> Any:
     """The tokenizer of a folder or Hub id, as transformers reads it; no code of the folder is run.
 
     Args:
         source: a folder, a Hub id, or the embedded checkpoint's name.
         revision: of a Hub id.
         token: Hub token.
+        option: what the caller has for naming a tokenizer, for messages.
 
     Raises:
         CheckpointError: there is none, it cannot be read, or it is code of its own.
     """
-    return _load(resolve(source, revision=revision, token=token, weights=False).folder, str(source))
+    return _load(resolve(source, revision=revision, token=token, weights=False).folder, str(source), option)
 
 
-def open_tokenizer(checkpoint: Checkpoint, named: str | Path | None = None, *, token: str | None = None) -> Any:
-    """The tokenizer that was named, else the checkpoint's own; errors as for `load_tokenizer`."""
-    return _load(*_place(checkpoint, named, token))
+def open_tokenizer(
+    checkpoint: Checkpoint,
+    named: str | Path | None = None,
+    *,
+    token: str | None = None,
+    option: str | None = OPTION,
+) -> Any:
+    """The tokenizer that was named, else the checkpoint's own; `option` and errors as for `load_tokenizer`."""
+    return _load(*_place(checkpoint, named, token), option)
 
 
-def with_tokenizer(checkpoint: Checkpoint, named: str | Path | None = None, *, token: str | None = None) -> Checkpoint:
+def with_tokenizer(
+    checkpoint: Checkpoint,
+    named: str | Path | None = None,
+    *,
+    token: str | None = None,
+    option: str | None = OPTION,
+) -> Checkpoint:
     """The checkpoint with the tokenizer that was named as its own, as it is run and written from here on.
 
     Config and generation config name the special tokens of its tokenizer, or plain `generate` would not know where a
@@ -51,7 +66,7 @@ def with_tokenizer(checkpoint: Checkpoint, named: str | Path | None = None, *, t
     if named is None and not checkpoint.tokenizer_files:
         return checkpoint
     folder, name = _place(checkpoint, named, token)
-    tokenizer = _load(folder, name)
+    tokenizer = _load(folder, name, option)
     found = {key: getattr(tokenizer, key) for key in SPECIAL_TOKEN_IDS}
     rows = checkpoint.config.vocab_size  # a pad token is often added behind them, and the model cannot look it up
     ids = {key: number for key, number in found.items() if number is not None and number < rows}
@@ -90,10 +105,11 @@ def _place(checkpoint: Checkpoint, named: str | Path | None, token: str | None) 
     return files[0].parent if files else checkpoint.path, checkpoint.source_id
 
 
-def _load(folder: Path, name: str) -> Any:
+def _load(folder: Path, name: str, option: str | None) -> Any:
     from transformers import AutoTokenizer
 
-    refuse_code(folder, name)
+    refuse_code(folder, name, option)
+    none = f"{name}: has no tokenizer; {_advice(option)}"
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         words = set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids)
@@ -101,15 +117,21 @@ def _load(folder: Path, name: str) -> Any:
         if tokenizer_files(folder):
             reason = " ".join(str(error).split())[:200]
             raise CheckpointError(
-                f"{name}: its tokenizer cannot be read ({type(error).__name__}: {reason}); {_GIVE_ONE}"
+                f"{name}: its tokenizer cannot be read ({type(error).__name__}: {reason}); {_advice(option)}"
             ) from error
-        raise CheckpointError(f"{name}: has no tokenizer; {_GIVE_ONE}") from error
+        raise CheckpointError(none) from error
     if not words:  # without files transformers makes one of special tokens up, from the type of the model
-        raise CheckpointError(f"{name}: has no tokenizer; {_GIVE_ONE}")
+        raise CheckpointError(none)
     return tokenizer
 
 
-def refuse_code(folder: Path, name: str) -> None:
+def _advice(option: str | None) -> str:
+    if option is None:
+        return "put the files of its tokenizer there again, or remove those that are there"
+    return f"give one with {option}, a folder or a Hub id (the state-spaces models use EleutherAI/gpt-neox-20b)"
+
+
+def refuse_code(folder: Path, name: str, option: str | None) -> None:
     """Raises `CheckpointError` for a tokenizer that is code in its folder.
 
     What transformers would read instead is a similar one, with other ids or without an end token.
@@ -119,7 +141,8 @@ def refuse_code(folder: Path, name: str) -> None:
         code = code.get("AutoTokenizer") if isinstance(code, dict) else code
         if code:
             classes = ", ".join(str(one) for one in (code if isinstance(code, list) else [code]) if one)
+            other = "" if option is None else f", or name another tokenizer with {option}"
             raise CheckpointError(
                 f"{name}: {file.name} says that its tokenizer is code of its own ({classes}), which is not run here; "
-                f"put files there that transformers reads without it, or name another tokenizer with {_OPTION}"
+                f"put files there that transformers reads without it{other}"
             )

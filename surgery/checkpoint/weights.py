@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...base.errors import CheckpointError
+from ...base.errors import ChangedFileError
 
 PIECE_BYTES = 2**22
 """Read at a time where a tensor is only looked at: it stays in the processor's cache."""
@@ -145,8 +145,8 @@ class WeightsFile(ABC):
         if now != self._stamp:
             raise self._changed("became shorter" if now[0] < self._stamp[0] else "was written to")
 
-    def _changed(self, how: str) -> CheckpointError:
-        return CheckpointError(
+    def _changed(self, how: str) -> ChangedFileError:
+        return ChangedFileError(
             f"{self.path.name}: {how} while it was read; copy or download the file again and leave it alone meanwhile"
         )
 

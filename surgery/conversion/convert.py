@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...base.console import are, counted
-from ...base.errors import UsageError, VerificationError
+from ...base.errors import ChangedFileError, UsageError, VerificationError
 from ...base.files import flushing, output_folder, refuse_existing, refuse_to_delete, write_text
 from ...base.schemas import write_model
 from ...kernels.common.precision import dtype_name
@@ -218,7 +218,7 @@ def _verified(checkpoint: Checkpoint, folder: Path, plan: Plan, mode: str, dtype
     """Verifies; a folder that cannot even be read back is a failed verification too."""
     try:
         return verify_folder(checkpoint, folder, plan, mode=mode, dtype=dtype)
-    except VerificationError:
+    except (VerificationError, ChangedFileError):
         raise
     except (ValueError, RuntimeError, KeyError, OSError) as error:
         raise VerificationError(f"what was written cannot be read back ({error}); nothing was kept") from error

@@ -66,7 +66,7 @@ def export(
         raise UsageError(f"--layout {layout}: there is no such layout to write; choose one of {', '.join(WRITERS)}")
     refuse_existing(out, force=force)
     checkpoint = src if isinstance(src, Checkpoint) else open_checkpoint(src, revision=revision, token=token)
-    checkpoint = with_tokenizer(checkpoint)
+    checkpoint = with_tokenizer(checkpoint, option=None)
     refuse_to_delete(out, checkpoint.path)
     swapped = checkpoint.palimpsa_layers
     if swapped and layout == "mamba_ssm" and not off:

@@ -20,7 +20,7 @@ from ...base.files import load_json, write_json
 from ...kernels.common.precision import dtype_name
 from ...mixers.geometry import keeps_fp32
 from ..checkpoint.licenses import license_files
-from ..checkpoint.sources import tokenizer_file_name, tokenizer_files
+from ..checkpoint.sources import reading, tokenizer_file_name, tokenizer_files
 from ..checkpoint.tokenizer import SPECIAL_TOKEN_IDS, load_tokenizer
 from ..families.mamba2 import Mamba2Config
 from ..measure.profile import Profile
@@ -142,11 +142,12 @@ def write_surroundings(
 
 def copy_companions(checkpoint: Checkpoint, folder: Path) -> None:
     """The tokenizer, the texts of the licence, and the generation config if there is one."""
-    copy_tokenizer(checkpoint, folder)
     if checkpoint.generation_config is not None:
         write_json(folder / "generation_config.json", _without_paths(checkpoint.generation_config))
-    for path in license_files(checkpoint.path):
-        shutil.copyfile(path, folder / path.name)
+    with reading(checkpoint.source_id):
+        copy_tokenizer(checkpoint, folder)
+        for path in license_files(checkpoint.path):
+            shutil.copyfile(path, folder / path.name)
 
 
 def copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:

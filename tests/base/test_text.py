@@ -64,6 +64,11 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path):
     ("name", "content", "message"),
     [
         ("d.jsonl", '{"text": "a"}\n{"text": \n', r"d\.jsonl:2: is not JSON"),
+        (
+            "c.jsonl",
+            '{"messages": []}\n',
+            r"c\.jsonl:1: has keys messages \(conversations .* data\.chat=true\); expected",
+        ),
         ("d.jsonl.gz", '{"text": "a"}\n{"txt": "b"}\n', r'd\.jsonl\.gz:2: has keys txt; expected .* "text"'),
         ("d.jsonl", "3\n", r"d\.jsonl:1: has a int"),
         ("d.jsonl", b'"a"\n"\xff"\n', r"d\.jsonl:2: is not UTF-8"),

@@ -1,6 +1,7 @@
 """What goes along with a push, and what never does."""
 
 import json
+import os
 from pathlib import Path
 
 import pico
@@ -310,6 +311,23 @@ def test_a_source_is_not_ours_to_push(staging, tmp_path):
     assert "its weights are in pytorch_model.bin" in refused(tmp_path / "bin", staging)
     pico.write_hf(tmp_path / "plain")
     assert "is in the layout hf_mamba2" in refused(tmp_path / "plain", staging)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda path: os.truncate(path, 40), r"adapter_model.safetensors: is cut short"),
+        (
+            lambda path: save_file({"a": torch.tensor([float("nan")])}, path),
+            "tensor a holds values that are not finite",
+        ),
+    ],
+    ids=["cut short", "nan"],
+)
+def test_a_damaged_adapter_is_not_pushed(adapter, staging, change, message):
+    change(adapter / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        prepare_upload(adapter, staging, NAME, base="alice/base")
 
 
 def test_a_value_that_is_not_finite_is_not_pushed(model, staging):

@@ -13,10 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from palimpsa_surgery.base.files import load_json
+from palimpsa_surgery.base.text import embedded_checkpoint_path
 from safetensors.torch import save_file
 
 Tensors = dict[str, torch.Tensor]
 Edit = Callable[[Tensors], Tensors | None]
+
+EMBEDDED = embedded_checkpoint_path()
 
 
 @dataclass(frozen=True)
@@ -254,3 +258,29 @@ def with_first_token(content: dict[str, Any]) -> None:
         "pair": [first, *words],
         "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
     }
+
+
+def write_tokenizer(
+    folder: Path,
+    *,
+    slow: bool = False,
+    bare: bool = False,
+    edit: Callable[[dict[str, Any]], None] | None = None,
+    **settings: Any,
+) -> Path:
+    """The embedded tokenizer in `folder`: its one file, or the two of a slow one; with other settings."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = load_json(EMBEDDED / "tokenizer.json")
+    if edit is not None:
+        edit(content)
+    if slow:
+        merges = (" ".join(pair) if isinstance(pair, list) else pair for pair in content["model"]["merges"])
+        (folder / "vocab.json").write_text(json.dumps(content["model"]["vocab"]))
+        (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
+        settings = {"tokenizer_class": "GPT2Tokenizer", **settings}
+    else:
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+    if not bare:
+        known = load_json(EMBEDDED / "tokenizer_config.json")
+        (folder / "tokenizer_config.json").write_text(json.dumps({**known, **settings}))
+    return folder

@@ -13,6 +13,7 @@ import pytest
 import torch
 from palimpsa_surgery.base.errors import EvaluationError, UsageError
 from palimpsa_surgery.base.text import embedded_checkpoint_path
+from palimpsa_surgery.recipes.evaluation import evaluate as evaluation
 from palimpsa_surgery.recipes.evaluation import harness
 from palimpsa_surgery.recipes.evaluation.evaluate import evaluate
 from transformers import AutoTokenizer
@@ -133,14 +134,26 @@ def converted_by_hand(model_folder, tmp_path_factory):
     return folder
 
 
-def test_without_the_package_the_error_says_what_to_install(monkeypatch):
+@pytest.fixture
+def never_loaded(monkeypatch):
+    """What can be refused is refused before a model is loaded, let alone measured for hours by the suites."""
+    monkeypatch.setattr(evaluation, "load_model", lambda *args, **options: pytest.fail("the model was loaded"))
+
+
+def test_without_the_package_the_error_says_what_to_install(model_folder, monkeypatch, never_loaded):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(EvaluationError, match=r"needs the package lm-eval.*install palimpsa-surgery\[eval\]"):
-        harness.run_tasks(None, None, ["lambada"], length=2048)
+        evaluate(model_folder, suites=("loss",), lm_eval=["lambada"])
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_of_no_question_is_refused(model_folder, never_loaded, limit):
+    with pytest.raises(UsageError, match=f"--lm-eval-limit {limit}: expected 1 question or more"):
+        evaluate(model_folder, lm_eval=["lambada"], lm_eval_limit=limit)
 
 
 @needs_harness
-def test_an_unknown_task_is_refused_by_name(model_folder, monkeypatch):
+def test_an_unknown_task_is_refused_by_name(model_folder, monkeypatch, never_loaded):
     from lm_eval.tasks import TaskManager
 
     # Without the thousand tasks of the harness, which take a minute to read.

@@ -62,11 +62,12 @@ def test_the_embedded_text_is_known_by_either_name(model, data):
     assert found.documents == found.of > 50
 
 
-def test_of_a_text_that_is_gone_only_the_name_is_compared(model, tmp_path):
+def test_of_a_text_that_is_gone_only_the_name_is_compared(model, tmp_path, caplog):
     folder = model("/somewhere/else/train.jsonl")
     same = seen_text(folder, write(tmp_path / "train.jsonl", OTHERS))
     assert same == SeenText(name="train.jsonl", documents=None, of=4)
     assert seen_text(folder, write(tmp_path / "other.jsonl", OTHERS)) is None
+    assert caplog.messages[-1].endswith("train.jsonl, which the model was trained on, is not here: " + seen._UNKNOWN)
 
 
 @pytest.mark.parametrize("recipe", [None, "data: [", "just text", "data: {train: null}", "data: {train: [3]}", "[]"])
@@ -89,6 +90,9 @@ def test_without_a_recipe_that_says_so_nothing_is_claimed(tmp_path, recipe):
         "data: 2024-99-99",
         "? [1]\n: 2",
         "#" * (2 << 20),
+        "data: {train: null}",
+        "data: {}",
+        "{schema_version: 99, data: {train: a.jsonl}}",
         "just text",
     ],
 )
@@ -152,10 +156,11 @@ def test_a_disk_a_device_and_a_pipe_are_never_opened(model, tmp_path, monkeypatc
     assert seen_text(model(str(tmp_path / name)), copy) is None
 
 
-def test_conversations_are_no_documents_to_compare(model, tmp_path):
+def test_conversations_are_no_documents_to_compare(model, tmp_path, caplog):
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n")
     assert seen_text(model(str(path)), write(tmp_path / "eval.jsonl", OTHERS)) is None
+    assert caplog.messages[-1].endswith(seen._UNKNOWN)
 
 
 def test_of_a_very_long_text_the_beginning_is_compared(model, tmp_path, monkeypatch):

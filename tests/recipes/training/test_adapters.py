@@ -1,6 +1,7 @@
 """LoRA: the new parameters go along, and adapter + base = merged = the trained model."""
 
 import json
+import os
 import shutil
 import sys
 import types
@@ -15,11 +16,12 @@ from palimpsa_surgery.recipes.training.modes import check_coverage, coverage, co
 from palimpsa_surgery.recipes.training.recipe import load_recipe
 from palimpsa_surgery.surgery.checkpoint.checkpoint import open_checkpoint
 from palimpsa_surgery.surgery.checkpoint.loading import load_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import make_model, save_folder
 
 pytest.importorskip("peft")
 
+ADVICE = "put the files of its tokenizer there again, or remove those that are there"
 IDS = torch.arange(30).view(1, 30)
 
 
@@ -52,6 +54,50 @@ def run(model_folder, lora, tmp_path, monkeypatch):
 
 def close(one, other):
     return (one - other).norm() <= 1e-5 * other.norm()  # fp32
+
+
+def test_a_base_with_a_damaged_tokenizer_is_refused_by_what_merge_can_do(run, model_folder, tmp_path):
+    base = shutil.copytree(model_folder, tmp_path / "base")
+    (base / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=rf"its tokenizer cannot be read \(.*\); {ADVICE}$"):
+        merge(run[0].folder, tmp_path / "merged", base=base)
+    assert not (tmp_path / "merged").exists()
+
+
+def half_missing(tensors, name):
+    del tensors[name]
+
+
+def other_rows(tensors, name):
+    tensors[name] = tensors[name][:1].contiguous()
+
+
+def not_finite(tensors, name):
+    tensors[name][0] = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("damage", "part", "message"),
+    [
+        (half_missing, "lora_B", "the adapter's part of .* does not fit its shape"),
+        (other_rows, "lora_B", "the adapter's part of .* does not fit its shape"),
+        (other_rows, "beta_down", "the adapter's part of .*beta_down.* does not fit its shape"),
+        (not_finite, "lora_A", "adapter_model.safetensors: tensor .*lora_A.* holds values that are not finite"),
+        (None, "", "adapter_model.safetensors: is cut short"),
+    ],
+)
+def test_a_damaged_adapter_is_refused_by_the_tensor(run, model_folder, tmp_path, damage, part, message):
+    adapter = shutil.copytree(run[0].folder / "adapter", tmp_path / "adapter")
+    path = adapter / "adapter_model.safetensors"
+    if damage is None:
+        os.truncate(path, 2000)
+    else:
+        tensors = load_file(path)
+        damage(tensors, next(name for name in tensors if part in name))
+        save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=message):
+        merge(adapter, tmp_path / "merged", base=model_folder)
+    assert not (tmp_path / "merged").exists()
 
 
 def test_adapter_and_base_merged_and_trained_are_one_model(run, model_folder, tmp_path):
@@ -140,6 +186,9 @@ def test_a_folder_without_an_adapter_is_named(model_folder):
         ({"peft_type": "IA3"}, "the adapter is IA3"),
         ({"peft_type": "LORA", "use_dora": True}, "LORA with use_dora"),
         ({"peft_type": "LORA", "lora_bias": True}, "LORA with lora_bias"),
+        ({"peft_type": "LORA", "lora_alpha": 8}, "adapter_config.json:r: is None, expected a number above 0"),
+        ({"peft_type": "LORA", "r": 0, "lora_alpha": 8}, "adapter_config.json:r: is 0, expected a number above 0"),
+        ({"peft_type": "LORA", "r": 4, "lora_alpha": "x"}, "adapter_config.json:lora_alpha: is 'x', expected a number"),
     ],
 )
 def test_other_kinds_of_adapters_are_refused(config, message):

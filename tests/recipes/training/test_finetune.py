@@ -250,6 +250,17 @@ def test_a_curriculum_grows_the_windows(model_folder, recipe, tmp_path):
     assert math.isfinite(result.loss)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("nonsense", "there is no nonsense; expected some of .*tensorboard"), ("wandb", "the package of wandb is not in")],
+)
+def test_a_tracker_that_would_track_nothing_is_refused(model_folder, recipe, tmp_path, monkeypatch, name, message):
+    monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: [])
+    with pytest.raises(UsageError, match=f"trackers: {message}"):
+        finetune(model_folder, {**recipe, "trackers": [name]}, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_trackers_write_offline(model_folder, recipe, tmp_path):
     pytest.importorskip("tensorboard")
     finetune(model_folder, {**recipe, "trackers": ["tensorboard"]}, tmp_path / "run")

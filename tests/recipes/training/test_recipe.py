@@ -113,3 +113,9 @@ def test_the_curriculum_sets_the_length_and_the_number_of_steps():
 @pytest.mark.parametrize(("warmup", "steps"), [(0, 0), (5, 5), (0.1, 10), (20, 20), (1, 1), (1.0, 1), (2.0, 2)])
 def test_warmup_counts_steps_or_a_fraction(warmup, steps):
     assert load_recipe({"steps": 100, "warmup": warmup}).warmup_steps() == steps
+
+
+@pytest.mark.parametrize("value", ["2024-99-99", "1" * 5000, "[" * 100_000, "{"])
+def test_a_value_that_yaml_cannot_read_is_an_override_to_quote(value):
+    with pytest.raises(UsageError, match=r"override .*: the value .* is not YAML; quote it"):
+        load_recipe("tiny_cpu", [f"description={value}"])

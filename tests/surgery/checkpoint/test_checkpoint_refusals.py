@@ -308,6 +308,33 @@ def test_an_index_that_names_what_is_not_there(tmp_path, change, message):
     refused(tmp_path, message)
 
 
+def without_head(tensors):
+    tensors.pop("lm_head.weight", None)
+
+
+def list_the_head(folder, **kind):
+    """A model in two shards with a head that the index lists and no shard holds."""
+    tensors = pico.write_hf(folder, shards=2, edit=without_head, **kind)
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["lm_head.weight"] = "model-00001-of-00002.safetensors"
+    path.write_text(json.dumps(index))
+    return tensors
+
+
+def test_an_index_may_list_the_head_that_is_stored_as_the_embedding(tmp_path):
+    tensors = list_the_head(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.config.tie_word_embeddings is True
+    assert set(checkpoint.tensors) == tensors.keys() - {"lm_head.weight"}
+
+
+@pytest.mark.parametrize("said", [False, None])
+def test_an_index_may_not_list_a_head_that_no_config_ties(tmp_path, said):
+    list_the_head(tmp_path, config={"tie_word_embeddings": said})
+    refused(tmp_path, "model-00001-of-00002.safetensors: does not hold tensor lm_head.weight, which the index")
+
+
 @pytest.mark.parametrize("target", ["../secret.safetensors", "/etc/passwd", "sub/model.safetensors", "..", "C:\\x"])
 def test_a_shard_index_that_points_outside_its_folder(tmp_path, target):
     pico.write_hf(tmp_path, shards=2)

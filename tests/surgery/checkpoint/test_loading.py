@@ -9,6 +9,7 @@ from palimpsa_surgery.base.errors import CheckpointError
 from palimpsa_surgery.mixers.geometry import keeps_fp32
 from palimpsa_surgery.surgery.checkpoint.checkpoint import open_checkpoint
 from palimpsa_surgery.surgery.checkpoint.loading import load_model
+from palimpsa_surgery.surgery.checkpoint.tokenizer import load_tokenizer
 from safetensors.torch import load_file
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
@@ -149,3 +150,19 @@ def test_the_shared_checkpoint_gives_the_logits_of_mamba_ssm(shared):
         found = model(golden["input_ids"].long()).logits[0]
     expected = golden["logits"].float()
     assert (found - expected).norm() / expected.norm() < 1e-3
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_model_ends_where_its_tokenizer_says(tmp_path, slow):
+    pico.write_mamba_ssm(tmp_path, rows=4096, vocab=4093)
+    pico.write_tokenizer(tmp_path, slow=slow, eos_token="the", bos_token=None)
+    end = load_tokenizer(tmp_path).eos_token_id
+    model = load_model(tmp_path)
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == end > 0
+
+
+def test_a_model_whose_tokenizer_cannot_be_read_runs_and_says_so(tmp_path, caplog):
+    pico.write_mamba_ssm(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert load_model(tmp_path).config.eos_token_id is None
+    assert "does not know which token ends a text" in caplog.text

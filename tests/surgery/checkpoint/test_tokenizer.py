@@ -22,25 +22,6 @@ HF = {"model_type": "mamba2"}
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
-def write_tokenizer(folder, *, slow=False, bare=False, edit=None, **settings):
-    """The embedded tokenizer in `folder`: its one file, or the two of a slow one; with other settings."""
-    folder.mkdir(parents=True, exist_ok=True)
-    content = load_json(EMBEDDED / "tokenizer.json")
-    if edit is not None:
-        edit(content)
-    if slow:
-        merges = (" ".join(pair) if isinstance(pair, list) else pair for pair in content["model"]["merges"])
-        (folder / "vocab.json").write_text(json.dumps(content["model"]["vocab"]))
-        (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
-        settings = {"tokenizer_class": "GPT2Tokenizer", **settings}
-    else:
-        (folder / "tokenizer.json").write_text(json.dumps(content))
-    if not bare:
-        known = load_json(EMBEDDED / "tokenizer_config.json")
-        (folder / "tokenizer_config.json").write_text(json.dumps({**known, **settings}))
-    return folder
-
-
 def swap_two_words(content):
     vocabulary = content["model"]["vocab"]
     one, two = list(vocabulary)[300:302]
@@ -67,6 +48,19 @@ def pad(content):
 
 
 # Opening.
+
+
+@pytest.mark.parametrize(
+    ("option", "advice"),
+    [
+        ("data.tokenizer", "name another tokenizer with data.tokenizer$"),
+        (None, "put files there that transformers reads without it$"),
+    ],
+)
+def test_a_message_names_the_option_of_its_caller(tmp_path, option, advice):
+    pico.write_tokenizer(tmp_path, auto_map={"AutoTokenizer": ["my.Tok", None]})
+    with pytest.raises(CheckpointError, match=advice):
+        load_tokenizer(tmp_path, option=option)
 
 
 @pytest.mark.parametrize("files", [{}, {"tokenizer_config.json": {}}, {"chat_template.jinja": TEMPLATE}])
@@ -98,7 +92,7 @@ def test_a_damaged_tokenizer_is_refused(tmp_path, content):
 )
 @pytest.mark.parametrize("config", [{}, HF])
 def test_a_tokenizer_with_code_of_its_own_is_refused_by_name(tmp_path, config, file, auto_map):
-    write_tokenizer(tmp_path / "model", tokenizer_class="Tok")
+    pico.write_tokenizer(tmp_path / "model", tokenizer_class="Tok")
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     path = tmp_path / "model" / file
     path.write_text(json.dumps({**load_json(path), "auto_map": auto_map}))
@@ -109,7 +103,7 @@ def test_a_tokenizer_with_code_of_its_own_is_refused_by_name(tmp_path, config, f
 @pytest.mark.parametrize("config", [None, {}, HF])
 @pytest.mark.parametrize("kind", [{}, {"slow": True}, {"bare": True}])
 def test_each_form_of_one_tokenizer_gives_the_same_ids(tmp_path, config, kind):
-    write_tokenizer(tmp_path, **kind)
+    pico.write_tokenizer(tmp_path, **kind)
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
     text = "CREATE TABLE t(a, b); -- Ünïcode 123"
@@ -117,7 +111,7 @@ def test_each_form_of_one_tokenizer_gives_the_same_ids(tmp_path, config, kind):
 
 
 def test_a_home_folder_is_found(tmp_path, monkeypatch):
-    write_tokenizer(tmp_path / "mine")
+    pico.write_tokenizer(tmp_path / "mine")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert load_tokenizer("~/mine").eos_token_id == 0
 
@@ -133,7 +127,7 @@ def test_a_place_without_a_folder_is_refused(source, message):
 
 def test_of_a_hub_id_only_the_tokenizer_is_fetched(tmp_path, monkeypatch):
     with hub_server.for_the_client(monkeypatch, tmp_path) as server:
-        folder = write_tokenizer(tmp_path / "here", chat_template=TEMPLATE)
+        folder = pico.write_tokenizer(tmp_path / "here", chat_template=TEMPLATE)
         (folder / "additional_chat_templates").mkdir()
         (folder / "additional_chat_templates" / "rag.jinja").write_text("rag")
         (folder / "model.safetensors").write_bytes(b"large")
@@ -155,7 +149,7 @@ def test_of_a_hub_id_only_the_tokenizer_is_fetched(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("change", [{"slow": True}, {"edit": pad}, {"chat_template": TEMPLATE}, {"name_or_path": "x"}])
 def test_tokenizers_that_encode_alike_are_the_same(tmp_path, change):
-    assert encode_alike(load_tokenizer(EMBEDDED), load_tokenizer(write_tokenizer(tmp_path, **change)))
+    assert encode_alike(load_tokenizer(EMBEDDED), load_tokenizer(pico.write_tokenizer(tmp_path, **change)))
 
 
 @pytest.mark.parametrize(
@@ -170,7 +164,7 @@ def test_tokenizers_that_encode_alike_are_the_same(tmp_path, change):
     ],
 )
 def test_tokenizers_that_encode_otherwise_differ(tmp_path, change):
-    assert not encode_alike(load_tokenizer(EMBEDDED), load_tokenizer(write_tokenizer(tmp_path, **change)))
+    assert not encode_alike(load_tokenizer(EMBEDDED), load_tokenizer(pico.write_tokenizer(tmp_path, **change)))
 
 
 # What is written.
@@ -190,7 +184,7 @@ def token_ids(folder):
 def test_the_ids_of_a_tokenizer_that_was_named_go_into_both_configs(tmp_path, layout, kind):
     write = {"mamba_ssm": pico.write_mamba_ssm, "hf": pico.write_hf}[layout]
     write(tmp_path / "source", **({} if layout == "mamba_ssm" else {"config": {"eos_token_id": 9}}), **SMALL)
-    named = write_tokenizer(tmp_path / "named", **kind, **NAMED)
+    named = pico.write_tokenizer(tmp_path / "named", **kind, **NAMED)
     convert(tmp_path / "source", tmp_path / "out", layers=(0,), measuring=MeasureOptions(tokenizer=named))
     loaded = load_tokenizer(tmp_path / "out")
     expected = (loaded.bos_token_id, 0, loaded.pad_token_id)
@@ -211,7 +205,7 @@ def test_the_ids_of_a_tokenizer_that_was_named_go_into_both_configs(tmp_path, la
 @pytest.mark.parametrize("write", [convert, export])
 def test_the_own_tokenizer_fills_what_the_configs_leave_open(tmp_path, write, kind, generation, config, expected):
     pico.write_mamba_ssm(tmp_path / "source", config=config, **SMALL)
-    write_tokenizer(tmp_path / "source", **kind)
+    pico.write_tokenizer(tmp_path / "source", **kind)
     if generation is not None:
         (tmp_path / "source" / "generation_config.json").write_text(json.dumps(generation))
     how = {"layers": (0,), "verify": "none"} if write is convert else {"layout": "palimpsa_mamba2"}
@@ -221,9 +215,11 @@ def test_the_own_tokenizer_fills_what_the_configs_leave_open(tmp_path, write, ki
 
 def test_a_tokenizer_that_was_named_goes_before_the_own_one(tmp_path):
     pico.write_mamba_ssm(tmp_path / "source", **SMALL)
-    write_tokenizer(tmp_path / "source", auto_map={"AutoTokenizer": ["my.Tok", None]})
+    pico.write_tokenizer(tmp_path / "source", auto_map={"AutoTokenizer": ["my.Tok", None]})
     (tmp_path / "source" / "generation_config.json").write_text('{"eos_token_id": [3, 4], "top_k": 5}')
-    named = with_tokenizer(open_checkpoint(tmp_path / "source"), write_tokenizer(tmp_path / "named", eos_token="the"))
+    named = with_tokenizer(
+        open_checkpoint(tmp_path / "source"), pico.write_tokenizer(tmp_path / "named", eos_token="the")
+    )
     end = open_tokenizer(named).eos_token_id
     assert end not in (0, 3, 4)
     assert named.config.eos_token_id == end
@@ -233,7 +229,7 @@ def test_a_tokenizer_that_was_named_goes_before_the_own_one(tmp_path):
 
 def test_an_id_without_a_row_is_not_written(tmp_path):
     pico.write_mamba_ssm(tmp_path / "source", rows=4093, vocab=4093, layers=2)
-    write_tokenizer(tmp_path / "source", pad_token="<pad>")
+    pico.write_tokenizer(tmp_path / "source", pad_token="<pad>")
     checkpoint = open_checkpoint(tmp_path / "source")
     assert open_tokenizer(checkpoint).pad_token_id == 4093
     assert with_tokenizer(checkpoint).config.pad_token_id is None
@@ -241,7 +237,7 @@ def test_an_id_without_a_row_is_not_written(tmp_path):
 
 def test_a_bare_tokenizer_is_read_after_the_conversion_as_before_it(tmp_path):
     pico.write_hf(tmp_path / "source", **SMALL)
-    write_tokenizer(tmp_path / "source", bare=True)
+    pico.write_tokenizer(tmp_path / "source", bare=True)
     convert(tmp_path / "source", tmp_path / "out", layers=(0,), verify="none")
     before, after = load_tokenizer(tmp_path / "source"), load_tokenizer(tmp_path / "out")
     assert encode_alike(before, after)
@@ -250,7 +246,7 @@ def test_a_bare_tokenizer_is_read_after_the_conversion_as_before_it(tmp_path):
 
 def test_every_chat_template_comes_along(tmp_path):
     pico.write_mamba_ssm(tmp_path / "source", **SMALL)
-    write_tokenizer(tmp_path / "source")
+    pico.write_tokenizer(tmp_path / "source")
     (tmp_path / "source" / "chat_template.jinja").write_text(TEMPLATE)
     more = tmp_path / "source" / "additional_chat_templates"
     more.mkdir()
@@ -267,7 +263,7 @@ def test_every_chat_template_comes_along(tmp_path):
 def test_a_list_of_chat_templates_comes_along(tmp_path):
     pico.write_mamba_ssm(tmp_path / "source", **SMALL)
     templates = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "tools"}]
-    write_tokenizer(tmp_path / "source", chat_template=templates)
+    pico.write_tokenizer(tmp_path / "source", chat_template=templates)
     convert(tmp_path / "source", tmp_path / "out", layers=(0,), verify="none")
     assert load_tokenizer(tmp_path / "out").chat_template == {"default": TEMPLATE, "tool_use": "tools"}
 
@@ -276,6 +272,6 @@ def test_a_push_refuses_a_tokenizer_whose_code_stays_behind(tmp_path):
     pico.write_mamba_ssm(tmp_path / "source", **SMALL)
     shutil.copyfile(EMBEDDED / "tokenizer.json", tmp_path / "source" / "tokenizer.json")
     convert(tmp_path / "source", tmp_path / "out", layers=(0,), verify="none")
-    write_tokenizer(tmp_path / "out", auto_map={"AutoTokenizer": ["my.Tok", None]})
+    pico.write_tokenizer(tmp_path / "out", auto_map={"AutoTokenizer": ["my.Tok", None]})
     with pytest.raises(CheckpointError, match=r"code of its own \(my\.Tok\)"):
         push_to_folder(tmp_path / "out", "a/b", tmp_path / "pushed")

@@ -19,7 +19,10 @@ from palimpsa_surgery.modeling import metaplasticity_off
 from palimpsa_surgery.surgery.checkpoint.checkpoint import open_checkpoint
 from palimpsa_surgery.surgery.checkpoint.loading import load_model
 from palimpsa_surgery.surgery.checkpoint.tokenizer import load_tokenizer
+from palimpsa_surgery.surgery.conversion import convert as conversion
+from palimpsa_surgery.surgery.conversion import model_folder
 from palimpsa_surgery.surgery.conversion.convert import MeasureOptions, convert
+from palimpsa_surgery.surgery.conversion.export import export
 from palimpsa_surgery.surgery.conversion.report import ConversionReport, TensorAccounts
 from palimpsa_surgery.surgery.measure.forgetting import measure
 from palimpsa_surgery.surgery.measure.profile import read_profile, write_profile
@@ -233,6 +236,43 @@ def test_a_source_that_goes_while_it_is_read_is_whole_or_refused(tmp_path, write
     with pytest.raises(CheckpointError, match=rf"{weights.name}: became shorter while it was read"):
         convert(source, tmp_path / "out", layers=(0,))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_source_that_is_cut_short_during_the_proof_is_blamed_itself(tmp_path, monkeypatch):
+    pico.write_mamba_ssm(tmp_path / "source")
+    prove = conversion.verify_folder
+
+    def cut_first(*args, **options):
+        os.truncate(tmp_path / "source" / "pytorch_model.bin", 3000)
+        return prove(*args, **options)
+
+    monkeypatch.setattr(conversion, "verify_folder", cut_first)
+    with pytest.raises(CheckpointError, match=r"^pytorch_model.bin: became shorter while it was read"):
+        convert(tmp_path / "source", tmp_path / "out", layers=(0,))
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("name", ["source", "source/tokenizer.json"])
+@pytest.mark.parametrize("layout", [None, "mamba_ssm", "palimpsa_mamba2"], ids=["convert", "mamba_ssm", "palimpsa"])
+def test_files_beside_the_weights_that_go_while_it_is_read_are_named(tmp_path, monkeypatch, name, layout):
+    pico.write_mamba_ssm(tmp_path / "source", rows=4096, vocab=4093)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(embedded_checkpoint_path() / file, tmp_path / "source" / file)
+    copy = model_folder.copy_tokenizer
+
+    def copy_too_late(*args):
+        (tmp_path / name).rename(tmp_path / "moved")
+        copy(*args)
+
+    monkeypatch.setattr(model_folder, "copy_tokenizer", copy_too_late)
+    with pytest.raises(
+        CheckpointError, match=r"^source: tokenizer.json cannot be read \(No such file .*\); put it back"
+    ):
+        if layout is None:
+            convert(tmp_path / "source", tmp_path / "out", layers=(0,), verify="none")
+        else:
+            export(tmp_path / "source", tmp_path / "out", layout=layout)
+    assert {path.name for path in tmp_path.iterdir()} <= {"source", "moved"}
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_does_not(tmp_path):
