@@ -23,7 +23,7 @@ _HOMES = {
     "merge": "recipes.training.adapters",
     "metaplastic_scan": "kernels.metaplastic.scan",
     "metaplastic_step": "kernels.metaplastic.scan",
-    "metaplasticity_off": "modeling.mixers.metaplasticity",
+    "metaplasticity_off": "mixers.metaplasticity",
     "open_checkpoint": "surgery.checkpoint.checkpoint",
     "push": "sharing.hub",
     "push_to_folder": "sharing.hub",

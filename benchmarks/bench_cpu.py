@@ -17,7 +17,7 @@ import torch
 from bench_scan import make_inputs
 from common import command_line, markdown_table, provenance, write_csv
 from palimpsa_surgery.kernels.metaplastic import scan as api
-from palimpsa_surgery.modeling.mixers.mixer import PalimpsaMixer
+from palimpsa_surgery.mixers.mixer import PalimpsaMixer
 from training_step import build
 
 LAYERS = {

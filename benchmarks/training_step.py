@@ -109,8 +109,9 @@ def time_steps(module: CausalLoss, batch: int, length: int, warmup: int, steps: 
 
 def backends(module: CausalLoss) -> str:
     """Which kernels run: metaplastic scan, plain scan, convolution."""
-    g, dtype = module.causal.config.mixer_geometry(), torch.bfloat16
-    scan = METAPLASTIC_SCAN.resolve("auto", "cuda", ScanProblem(dtype, g.head_dim, g.state_size, g.beta_groups))
+    config, dtype = module.causal.config, torch.bfloat16
+    problem = ScanProblem(dtype, config.head_dim, config.state_size, config.gate.groups)
+    scan = METAPLASTIC_SCAN.resolve("auto", "cuda", problem)
     plain = MAMBA2_SCAN.resolve("auto", "cuda", SsdProblem(dtype))
     return f"{scan}/{plain}/{CAUSAL_CONV.resolve('auto', 'cuda', ConvProblem(dtype))}"
 

@@ -2,10 +2,10 @@
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from .mixers.geometry import MixerGeometry
-from .mixers.importance import LayerImportance, record_importance
-from .mixers.metaplasticity import Metaplasticity, metaplasticity_off
-from .mixers.mixer import Mamba2Mixer, PalimpsaMixer
+from ..mixers.geometry import GateSpec, MixerGeometry
+from ..mixers.importance import LayerImportance, record_importance
+from ..mixers.metaplasticity import Metaplasticity, metaplasticity_off
+from ..mixers.mixer import Mamba2Mixer, PalimpsaMixer
 from .palimpsa_mamba2.configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 from .palimpsa_mamba2.modeling_palimpsa_mamba2 import (
     PalimpsaMamba2ForCausalLM,
@@ -18,6 +18,7 @@ AutoModel.register(PalimpsaMamba2Config, PalimpsaMamba2Model, exist_ok=True)
 AutoModelForCausalLM.register(PalimpsaMamba2Config, PalimpsaMamba2ForCausalLM, exist_ok=True)
 
 __all__ = [
+    "GateSpec",
     "LayerImportance",
     "Mamba2Mixer",
     "Metaplasticity",

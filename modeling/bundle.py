@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ..base.files import write_text
 
@@ -29,6 +30,11 @@ def auto_map() -> dict[str, str]:
         "AutoModel": f"{_MODEL}.PalimpsaMamba2Model",
         "AutoModelForCausalLM": f"{_MODEL}.PalimpsaMamba2ForCausalLM",
     }
+
+
+def remote_code_keys() -> dict[str, Any]:
+    """The keys of config.json that belong to the code in the folder."""
+    return {"architectures": ["PalimpsaMamba2ForCausalLM"], "auto_map": auto_map()}
 
 
 def bundle_remote_code(folder: str | Path) -> tuple[str, ...]:
@@ -57,7 +63,7 @@ def flat_name(module: str) -> str:
 
 
 def flatten(source: str, module: str) -> str:
-    """The source of `module` ("modeling.mixers.mixer"), with its imports fit for a flat folder."""
+    """The source of `module` ("mixers.mixer"), with its imports fit for a flat folder."""
     lines = source.splitlines(keepends=True)
     nodes = list(_imports(ast.parse(source), guarded=False))
     for node, guarded in sorted(nodes, key=lambda pair: pair[0].lineno, reverse=True):
@@ -70,7 +76,7 @@ def flatten(source: str, module: str) -> str:
 def _sources() -> Iterator[tuple[str, Path]]:
     """Every module of the bundle, by its dotted name in the package."""
     yield "base.errors", _ROOT / "base" / "errors.py"
-    for part in ("kernels", "modeling"):
+    for part in ("kernels", "mixers", "modeling"):
         for path in sorted((_ROOT / part).rglob("*.py")):
             if path.name not in ("__init__.py", "bundle.py"):
                 yield ".".join(path.relative_to(_ROOT).with_suffix("").parts), path

@@ -19,7 +19,7 @@ import torch
 from ..base.console import counted, human_seconds, table
 from ..base.files import named_path, refuse_existing, write_text
 from ..base.text import EMBEDDED_CHECKPOINT, iter_documents, token_windows
-from ..modeling.mixers.importance import record_importance
+from ..mixers.importance import record_importance
 from ..surgery.checkpoint.checkpoint import open_checkpoint
 from ..surgery.checkpoint.loading import load_model
 from ..surgery.checkpoint.tokenizer import load_tokenizer

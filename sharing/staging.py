@@ -20,6 +20,7 @@ from ..base.console import counted
 from ..base.errors import CheckpointError, SchemaError, UsageError
 from ..base.files import load_json, load_yaml, named_path, write_json, write_text
 from ..base.schemas import read_model, write_model
+from ..kernels.common.precision import dtype_name
 from ..recipes.evaluation.report import read_report
 from ..recipes.training.adapter_files import (
     CONFIG,
@@ -42,7 +43,7 @@ from ..surgery.checkpoint.sources import (
 from ..surgery.checkpoint.tokenizer import refuse_code
 from ..surgery.conversion.card import CardFacts, kept_readme, render_card
 from ..surgery.conversion.model_folder import copy_without_paths
-from ..surgery.conversion.report import ConversionReport, dtype_name
+from ..surgery.conversion.report import ConversionReport
 from ..surgery.conversion.writer import INDEX_FILE
 from ..surgery.measure.profile import read_profile
 from ..surgery.planning.plan import read_plan
@@ -170,7 +171,7 @@ def _model_card(
     folder: Path, staging: Path, name: str, figures: CardEvaluation | None, base: str | None
 ) -> tuple[str, dict[str, Any], frozenset[str]]:
     """The card of a model, what identifies it, and the names of the code files, which are written too."""
-    from ..modeling.bundle import auto_map, bundle_remote_code
+    from ..modeling.bundle import bundle_remote_code, remote_code_keys
 
     checkpoint = open_checkpoint(folder)
     if checkpoint.layout != "palimpsa_mamba2":
@@ -184,14 +185,13 @@ def _model_card(
             f"{EVAL_FILE}:model.fingerprint: the evaluation is of another model ({figures.fingerprint[:12]}, not "
             f"{checkpoint.fingerprint[:12]}); evaluate this one, or leave the file out"
         )
-    wanted = {"auto_map": auto_map(), "architectures": ["PalimpsaMamba2ForCausalLM"]}
-    _copy_config(folder / "config.json", staging / "config.json", wanted)
+    _copy_config(folder / "config.json", staging / "config.json", remote_code_keys())
     code = frozenset(bundle_remote_code(staging))
     report = _read_report(folder)
     identity = {
         "palimpsa_layers": list(checkpoint.palimpsa_layers),
         "num_hidden_layers": checkpoint.num_layers,
-        "hidden_size": checkpoint.config["hidden_size"],
+        "hidden_size": checkpoint.config.hidden_size,
         "source_fingerprint": report.source_fingerprint if report else None,
     }
     return render_card(_facts(folder, checkpoint, report, name, figures)), identity, code

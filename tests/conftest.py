@@ -51,3 +51,33 @@ def usual_settings():
     logger.setLevel(logging.NOTSET)
     logger.propagate = True
     console._settings["quiet"] = False
+
+
+@pytest.fixture
+def tiny_config():
+    """Makes a config of a tiny model."""
+    from tiny import make_tiny_config
+
+    return make_tiny_config
+
+
+@pytest.fixture
+def lively_model():
+    """Makes a tiny model whose importance gates really matter from `tiny_config` arguments."""
+    from tiny import make_lively_model, make_tiny_config
+
+    return lambda seed=0, **over: make_lively_model(make_tiny_config(**over), seed)
+
+
+@pytest.fixture
+def rel():
+    """Relative L2 distance of `a` from `b`."""
+    return lambda a, b: ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+@pytest.fixture
+def ids():
+    """Two sequences of token ids [2, 37]; neither padding nor end of text among them."""
+    import torch
+
+    return torch.randint(3, 53, (2, 37), generator=torch.Generator().manual_seed(5))

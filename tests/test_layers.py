@@ -1,19 +1,23 @@
 """The rules that keep the source readable, checked on its syntax trees."""
 
 import ast
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "palimpsa_surgery"
-LAYERS = ("base", "kernels", "modeling", "surgery", "recipes", "sharing", "doctor", "cli")
+LAYERS = ("base", "kernels", "mixers", "modeling", "surgery", "recipes", "sharing", "doctor", "cli")
 
 # Each room imports from itself and from those before it: a folder, or a file that stands among folders.
 ROOMS = (
     *("base", "kernels/backends", "kernels/common", "kernels/conv", "kernels/metaplastic", "kernels/ssd"),
-    *("modeling/mixers", "modeling/palimpsa_mamba2", "modeling/__init__", "modeling/bundle"),
-    *("surgery/__init__", "surgery/checkpoint", "surgery/measure", "surgery/planning", "surgery/conversion"),
+    *("mixers", "modeling/palimpsa_mamba2", "modeling/__init__", "modeling/bundle"),
+    *("surgery/__init__", "surgery/families", "surgery/checkpoint", "surgery/measure"),
+    *("surgery/planning", "surgery/conversion"),
     *("recipes/__init__", "recipes/launch", "recipes/data", "recipes/training"),
     *("recipes/evaluation/suites", "recipes/evaluation", "recipes/demo_plots", "recipes/demo"),
     *("sharing", "doctor", "cli", "__main__"),
@@ -127,9 +131,25 @@ def test_imports_inside_the_package_are_relative(path):
         assert not [n for n in names if n.split(".")[0] == PACKAGE], f"{relative(path)}:{node.lineno}"
 
 
-def test_base_never_imports_torch():
-    for path in (ROOT / "base").glob("*.py"):
-        assert not [m for _, m in imported_modules(path) if m.split(".")[0] == "torch"], relative(path)
+@pytest.mark.parametrize(
+    ("folder", "package"), [("base", "torch"), ("kernels", "transformers"), ("mixers", "transformers")]
+)
+def test_what_a_layer_never_imports(folder, package):
+    for path in (ROOT / folder).rglob("*.py"):
+        assert not [m for _, m in imported_modules(path) if m.split(".")[0] == package], relative(path)
+
+
+def test_a_checkpoint_is_opened_and_planned_without_waiting_for_transformers():
+    code = """
+import sys
+from palimpsa_surgery import make_plan, open_checkpoint
+from palimpsa_surgery.base.text import embedded_checkpoint_path
+checkpoint = open_checkpoint(embedded_checkpoint_path())
+assert checkpoint.sites[make_plan(checkpoint, layers=(1,)).layers[0]].module == "backbone.layers.1.mixer"
+assert "transformers" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_folder_named_like_another_package_is_no_package_of_its_own():
@@ -153,6 +173,14 @@ def test_weights_are_never_loaded_leniently(path):
         if isinstance(node, ast.Call) and not (isinstance(node.func, ast.Name) and node.func.id == "zip"):
             lenient = [k for k in node.keywords if k.arg == "strict" and getattr(k.value, "value", None) is False]
             assert not lenient, f"{relative(path)}:{node.lineno}: strict=False"
+
+
+@each_source
+def test_paths_in_a_model_are_known_to_its_class_its_family_and_who_reads_files(path):
+    if relative(path).startswith(("modeling/palimpsa_mamba2/", "surgery/families/", "surgery/checkpoint/")):
+        return
+    found = re.findall(r"backbone\.layers|\.backbone\b|\.lm_head\b", path.read_text(encoding="utf-8"))
+    assert not found, f"{relative(path)}: {found[0]}; take a site, get_decoder() or get_output_embeddings()"
 
 
 @each_source

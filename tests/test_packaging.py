@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LAYERS = ("base", "kernels", "modeling", "surgery", "recipes", "sharing")
+LAYERS = ("base", "kernels", "mixers", "modeling", "surgery", "recipes", "sharing")
 
 
 def run(code: str, cwd: Path, **env: str) -> str:

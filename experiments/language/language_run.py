@@ -22,7 +22,7 @@ from palimpsa_surgery.base.files import write_json, write_text
 from palimpsa_surgery.base.schemas import write_model
 from palimpsa_surgery.base.text import data_name, iter_documents
 from palimpsa_surgery.kernels.backends import describe_device
-from palimpsa_surgery.modeling.mixers.metaplasticity import metaplasticity_off
+from palimpsa_surgery.mixers.metaplasticity import metaplasticity_off
 from palimpsa_surgery.recipes.data.documents import open_text
 from palimpsa_surgery.recipes.evaluation.suites.suite import EvalOptions, EvalText, Subject, suite_module
 from palimpsa_surgery.recipes.training.finetune import finetune
@@ -32,6 +32,7 @@ from palimpsa_surgery.surgery.checkpoint.checkpoint import Checkpoint, open_chec
 from palimpsa_surgery.surgery.checkpoint.loading import load_model
 from palimpsa_surgery.surgery.checkpoint.tokenizer import open_tokenizer
 from palimpsa_surgery.surgery.conversion.convert import convert
+from palimpsa_surgery.surgery.families.registry import mixers
 from palimpsa_surgery.surgery.measure.forgetting import measure
 from palimpsa_surgery.surgery.measure.profile import Profile, read_profile, rounded, write_profile
 from palimpsa_surgery.surgery.planning.plan import Plan, make_plan
@@ -99,7 +100,7 @@ class Experiment:
         return self._text(longest, 8 * longest)
 
     def _text(self, longest: int, tokens: int) -> EvalText:
-        rows = self.checkpoint.config["vocab_size"]
+        rows = self.checkpoint.config.vocab_size
         return EvalText(self.test_file, self.tokenizer, longest=longest, tokens=tokens, seed=0, vocab_size=rows)
 
     @cached_property
@@ -305,10 +306,9 @@ def _rows(subject: Subject, text: EvalText, options: EvalOptions, suites: Sequen
 @torch.no_grad()
 def gates_of(model: Any) -> dict[int, Gate]:
     """f(s) and I_prior of the heads of every swapped layer."""
-    mixers = {layer: block.mixer for layer, block in enumerate(model.backbone.layers)}
     return {
         layer: Gate(scale=mixer.metaplasticity.scale().tolist(), prior=mixer.metaplasticity.prior().tolist())
-        for layer, mixer in mixers.items()
+        for layer, mixer in mixers(model).items()
         if hasattr(mixer, "metaplasticity")
     }
 

@@ -17,7 +17,7 @@ import torch
 from mqar_data import RecallBatch, Task, recall_batch
 from palimpsa_surgery.base.errors import PalimpsaError, TrainingError
 from palimpsa_surgery.base.statistics import estimate
-from palimpsa_surgery.modeling.mixers.importance import record_importance
+from palimpsa_surgery.mixers.importance import record_importance
 from palimpsa_surgery.modeling.palimpsa_mamba2.configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 from palimpsa_surgery.modeling.palimpsa_mamba2.modeling_palimpsa_mamba2 import PalimpsaMamba2ForCausalLM
 from palimpsa_surgery.recipes.training.optim import make_optimizer, set_lr
@@ -48,9 +48,9 @@ def build_model(setting: Setting, arm: str, seed: int) -> PalimpsaMamba2ForCausa
 def answers(model: nn.Module, batch: RecallBatch, autocast: bool = False) -> Tensor:
     """Logits [rows, pairs, vocabulary] at the questions alone, in fp32."""
     with torch.autocast(batch.ids.device.type, dtype=torch.bfloat16, enabled=autocast):
-        hidden = model.backbone(input_ids=batch.ids, use_cache=False).last_hidden_state
+        hidden = model.get_decoder()(input_ids=batch.ids, use_cache=False).last_hidden_state
         where = batch.positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
-        return model.lm_head(hidden.gather(1, where)).float()
+        return model.get_output_embeddings()(hidden.gather(1, where)).float()
 
 
 def draw(setting: Setting, stream: int, seed: int, step: int) -> tuple[np.ndarray, ...]:

@@ -7,7 +7,7 @@ import math
 from transformers import PreTrainedConfig
 
 from ...base.errors import UsageError
-from ..mixers.geometry import MixerGeometry
+from ...mixers.geometry import GateSpec, MixerGeometry, checked_gate
 
 _LARGEST_FP32 = 3.4028234663852886e38
 
@@ -73,10 +73,9 @@ class PalimpsaMamba2Config(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         self.palimpsa_layers = _checked_layers(self.palimpsa_layers, self.num_hidden_layers)
-        if self.beta_rank is None:
-            self.beta_rank = max(1, self.hidden_size // 16)
-        if self.beta_groups is None:
-            self.beta_groups = self.head_dim
+        said = {key: getattr(self, key) for key in GateSpec.KEYS}
+        for key, value in GateSpec.complete(self.hidden_size, self.head_dim, **said).keys().items():
+            setattr(self, key, value)
         low, high = self.time_step_limit if self.time_step_limit is not None else (0.0, math.inf)
         # Steps are fp32: a bound from its largest number on, which some write for want of an infinity, is none.
         high = math.inf if high is None or high >= _LARGEST_FP32 else float(high)
@@ -92,28 +91,17 @@ class PalimpsaMamba2Config(PreTrainedConfig):
                 f"{self.num_heads * self.head_dim} but expand * hidden_size is {self.expand} * {self.hidden_size} = "
                 f"{self.expand * self.hidden_size}; they must be equal"
             )
-        self.mixer_geometry()
+        checked_gate(self.gate, self.mixer_geometry())
         super().__post_init__(**kwargs)
 
     def mixer_geometry(self) -> MixerGeometry:
-        """The description that every mixer of this model is built from."""
-        return MixerGeometry(
-            hidden_size=self.hidden_size,
-            num_heads=self.num_heads,
-            head_dim=self.head_dim,
-            n_groups=self.n_groups,
-            state_size=self.state_size,
-            conv_kernel=self.conv_kernel,
-            use_bias=self.use_bias,
-            use_conv_bias=self.use_conv_bias,
-            norm_eps=self.layer_norm_epsilon,
-            time_step_limit=tuple(self.time_step_limit),
-            chunk_size=self.chunk_size,
-            beta_rank=self.beta_rank,
-            beta_groups=self.beta_groups,
-            beta_scale_form=self.beta_scale_form,
-            train_prior=self.train_prior,
-        )
+        """The sizes that every mixer of this model is built from."""
+        return MixerGeometry.of(self)
+
+    @property
+    def gate(self) -> GateSpec:
+        """The importance gate of every swapped layer."""
+        return GateSpec.of(self)
 
 
 def _checked_layers(layers, count: int) -> list[int]:

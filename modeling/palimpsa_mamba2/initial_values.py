@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from ..mixers.metaplasticity import Metaplasticity
-from ..mixers.mixer import Mamba2Mixer
+from ...mixers.metaplasticity import Metaplasticity
+from ...mixers.mixer import Mamba2Mixer
+from ...mixers.start import start_projections, start_scale
 from .configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 
 
@@ -23,11 +24,9 @@ def initialize(module: nn.Module, config: PalimpsaMamba2Config) -> None:
     if isinstance(module, Mamba2Mixer):
         _initialize_mixer(module, config)
     elif isinstance(module, Metaplasticity):
-        init.uniform_(module.beta_scale, 0.1, 1.0)
+        start_scale(module.beta_scale, init)
         init.zeros_(module.log_prior)
-        init.normal_(module.beta_down.weight, mean=0.0, std=0.02)
-        bound = config.beta_rank**-0.5
-        init.uniform_(module.beta_up.weight, -bound, bound)
+        start_projections(module.beta_down.weight, module.beta_up.weight, init)
     elif isinstance(module, nn.Embedding) or _is_head(module, config):
         init.normal_(module.weight, mean=0.0, std=config.initializer_range)
     elif hasattr(module, "eps") and hasattr(module, "weight"):

@@ -13,10 +13,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ...base.errors import CheckpointError, UsageError
 from ...kernels.common.precision import compute_dtype
 from ...kernels.metaplastic.kept import KeptOutputs
-from ..mixers.layout import SequenceLayout, sequence_layout
-from ..mixers.metaplasticity import Metaplasticity
-from ..mixers.mixer import Mamba2Mixer, PalimpsaMixer
-from ..mixers.states import CACHE_NAMES, has_read, not_yet_read, note_tokens, take_cache, tokens_read
+from ...mixers.geometry import FP32_NAMES
+from ...mixers.layout import SequenceLayout, sequence_layout
+from ...mixers.metaplasticity import Metaplasticity
+from ...mixers.mixer import Mamba2Mixer, PalimpsaMixer
+from ...mixers.states import CACHE_NAMES, has_read, not_yet_read, note_tokens, take_cache, tokens_read
 from .configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 from .initial_values import initialize
 from .outputs import CACHE_FIELD, PalimpsaMamba2CausalLMOutput, PalimpsaMamba2Output
@@ -44,8 +45,8 @@ class PalimpsaMamba2Block(GradientCheckpointingLayer):
         super().__init__()
         self.residual_in_fp32 = config.residual_in_fp32
         self.norm = PalimpsaMamba2RMSNorm(config.hidden_size, config.layer_norm_epsilon)
-        mixer = PalimpsaMixer if layer_idx in config.palimpsa_layers else Mamba2Mixer
-        self.mixer = mixer(config.mixer_geometry(), layer_idx)
+        swapped, geometry = layer_idx in config.palimpsa_layers, config.mixer_geometry()
+        self.mixer = PalimpsaMixer(geometry, config.gate, layer_idx) if swapped else Mamba2Mixer(geometry, layer_idx)
 
     def __call__(self, *args, **kwargs):
         recomputed = self.training and self.gradient_checkpointing and torch.is_grad_enabled()
@@ -76,13 +77,7 @@ class PalimpsaMamba2PreTrainedModel(PreTrainedModel):
     _no_split_modules = ["PalimpsaMamba2Block"]
     _skip_keys_device_placement = list(CACHE_NAMES)
     # Searched for in parameter names; the class's own parameters, however the checkpoint stores them.
-    _keep_in_fp32_modules_strict = [
-        "mixer.A_log",
-        "mixer.dt_bias",
-        "mixer.D",
-        "metaplasticity.beta_scale",
-        "metaplasticity.log_prior",
-    ]
+    _keep_in_fp32_modules_strict = list(FP32_NAMES)
     supports_gradient_checkpointing = True
     _is_stateful = True
 
@@ -112,7 +107,7 @@ class PalimpsaMamba2PreTrainedModel(PreTrainedModel):
             )
         for module in model.modules():
             if isinstance(module, Metaplasticity):  # loading makes parameters anew, and all of them trainable
-                module.log_prior.requires_grad_(module.geometry.train_prior)
+                module.log_prior.requires_grad_(module.spec.train_prior)
         return (model, info) if output_loading_info else model
 
 

@@ -15,11 +15,12 @@ from ...base.errors import UsageError
 from ...base.files import named_path, refuse_file_name, refuse_to_replace
 from ...base.text import data_name
 from ...kernels.backends import describe_device
-from ...kernels.common.precision import DTYPES, dtype_name
+from ...kernels.common.precision import dtype_name
 from ...kernels.metaplastic.scan import METAPLASTIC_SCAN
 from ...kernels.ssd.mamba2_scan import MAMBA2_SCAN
 from ...kernels.ssd.types import SsdProblem
 from ...surgery.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from ...surgery.checkpoint.dtypes import dtype_of
 from ...surgery.checkpoint.loading import load_model
 from ...surgery.checkpoint.sources import files_read
 from ...surgery.checkpoint.tokenizer import encode_alike, load_tokenizer, open_tokenizer
@@ -103,7 +104,7 @@ def evaluate(
         longest=settings.longest,
         tokens=settings.tokens,
         seed=settings.seed,
-        vocab_size=min(checkpoint.config["vocab_size"] for checkpoint in checkpoints),
+        vocab_size=min(checkpoint.config.vocab_size for checkpoint in checkpoints),
     )
     results: list[dict[str, SuiteResult]] = []
     facts = []
@@ -175,9 +176,7 @@ def _tokenizer(checkpoints: Sequence[Checkpoint], named: str | Path | None, toke
 def _dtype(name: str | None, device: str) -> torch.dtype | None:
     if name is None:
         return torch.float32 if torch.device(device).type == "cpu" else None
-    if name not in DTYPES:
-        raise UsageError(f"--dtype {name}: expected one of {', '.join(DTYPES)}")
-    return DTYPES[name]
+    return dtype_of(name)
 
 
 def _facts(checkpoint: Checkpoint, model: Any, seen: SeenText | None) -> EvaluatedModel:

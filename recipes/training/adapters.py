@@ -19,6 +19,7 @@ from ...base.errors import CheckpointError, UsageError
 from ...base.files import load_json, named_path, output_folder, refuse_existing, refuse_to_delete, write_json
 from ...base.schemas import read_model, write_model
 from ...surgery.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from ...surgery.checkpoint.dtypes import STORED, dtype_of
 from ...surgery.checkpoint.loading import load_model
 from ...surgery.checkpoint.tokenizer import with_tokenizer
 from .adapter_files import CONFIG, SOURCE, TENSORS, AdapterSource, read_adapter_config, read_adapter_tensors
@@ -27,7 +28,6 @@ from .saving import save_tensors
 
 logger = logging.getLogger(__name__)
 
-MERGED_DTYPES = ("source", "float32", "bfloat16", "float16")
 _PREFIX = "base_model.model."
 _NOT_PLAIN = (
     *("use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "lora_bias", "use_qalora", "use_bdlora"),
@@ -135,16 +135,15 @@ def merge(
         UsageError: no such dtype, or no adapter that can be merged.
         CheckpointError: the base is another model, or has no place for a tensor of the adapter.
     """
-    if dtype not in MERGED_DTYPES:
-        raise UsageError(f"--dtype {dtype}: there is no such dtype; choose one of {', '.join(MERGED_DTYPES)}")
+    dtype_of(dtype, ("source", *STORED))
     refuse_existing(out, force=force)
     adapter = find_adapter(run)
     scale = adapter_scale(read_adapter_config(adapter))
     checkpoint = with_tokenizer(open_base(adapter, base), option=None)
     refuse_to_delete(out, adapter, checkpoint.path)
-    load = merged_tensors(read_adapter_tensors(adapter), scale, checkpoint)
+    changed = merged_tensors(read_adapter_tensors(adapter), scale, checkpoint)
     recipe = named_path(run, "run folder") / "recipe.yaml"
-    save_tensors(checkpoint, Path(out), load, dtype, load_recipe(recipe) if recipe.is_file() else None, force=force)
+    save_tensors(checkpoint, Path(out), changed, dtype, load_recipe(recipe) if recipe.is_file() else None, force=force)
     return Path(out)
 
 
@@ -165,8 +164,8 @@ def adapter_scale(config: dict[str, Any]) -> float:
     return config["lora_alpha"] / root
 
 
-def merged_tensors(adapter: dict[str, Tensor], scale: float, checkpoint: Checkpoint) -> Callable[[str], Tensor]:
-    """A function that gives each tensor of the merged model by its canonical name.
+def merged_tensors(adapter: dict[str, Tensor], scale: float, checkpoint: Checkpoint) -> Callable[[str], Tensor | None]:
+    """A function that gives each tensor that differs from the base's by its canonical name, None for the others.
 
     Args:
         adapter: tensors by their name in an adapter file, or in a PEFT model.
@@ -196,13 +195,13 @@ def merged_tensors(adapter: dict[str, Tensor], scale: float, checkpoint: Checkpo
                 f"base {checkpoint.source_id}; train or copy the adapter again"
             )
 
-    def load(name: str) -> Tensor:
+    def changed(name: str) -> Tensor | None:
         if name in pairs:
             up, down = pairs[name]["B"].float(), pairs[name]["A"].float()
             return checkpoint.load(name).float() + scale * (up @ down)
-        return whole[name] if name in whole else checkpoint.load(name)
+        return whole.get(name)
 
-    return load
+    return changed
 
 
 def _product_shapes(pairs: dict[str, dict[str, Tensor]]) -> dict[str, tuple[int, ...] | None]:
@@ -220,5 +219,5 @@ def save_run(module: nn.Module, trained: dict[str, Tensor], checkpoint: Checkpoi
     peft_model = module.model
     save_adapter(peft_model, trained, checkpoint, out / "adapter")
     scale = adapter_scale(read_adapter_config(out / "adapter"))
-    load = merged_tensors(read_adapter_tensors(out / "adapter"), scale, checkpoint)
-    save_tensors(checkpoint, out / "final", load, recipe.save_dtype, recipe, force=True)
+    changed = merged_tensors(read_adapter_tensors(out / "adapter"), scale, checkpoint)
+    save_tensors(checkpoint, out / "final", changed, recipe.save_dtype, recipe, force=True)

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ...base.errors import OutputError, TrainingError
 from ...base.files import load_json, output_folder, write_json
+from ...surgery.checkpoint.keymap import strip_wrappers
 
 logger = logging.getLogger(__name__)
 
@@ -157,11 +158,7 @@ def load_checkpoint(
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Name -> parameter of what trains, without the prefixes that wrappers add."""
-    return {
-        name.removeprefix("module.").replace("_orig_mod.", ""): parameter
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad
-    }
+    return {strip_wrappers(name): parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...surgery.checkpoint.keymap import strip_wrappers
 from .checkpointing import trained_parameters
 
 
@@ -33,7 +34,7 @@ def first_bad_module(module: nn.Module, forward: Callable[[], Any]) -> str | Non
         return hook
 
     handles = [
-        inner.register_forward_hook(look(name.removeprefix("module.")))
+        inner.register_forward_hook(look(strip_wrappers(name)))
         for name, inner in module.named_modules()
         if name not in ("", "module")
     ]

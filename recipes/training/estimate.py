@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from ...base.console import human_bytes, human_count, human_seconds
+from ...mixers.geometry import GateSpec
 from ...surgery.checkpoint.checkpoint import Checkpoint
+from ...surgery.families.base import Site
 from .losses import CHUNK_BYTES
 from .optim import is_new
 from .recipe import DataRecipe, Recipe
@@ -57,10 +58,9 @@ def estimate(checkpoint: Checkpoint, recipe: Recipe, layers: Sequence[int] | Non
         recipe: what would be run.
         layers: swapped layers; None for those of the checkpoint.
     """
-    config = checkpoint.config
-    swapped = set(checkpoint.palimpsa_layers if layers is None else layers)
-    counts = _counts(checkpoint, swapped)
-    trained = _trained(counts, recipe, config, swapped)
+    sites = _sites(checkpoint, set(checkpoint.palimpsa_layers if layers is None else layers))
+    counts = _counts(checkpoint, sites)
+    trained = _trained(counts, recipe, sites)
     total = sum(counts.values())
     frozen = total - trained if recipe.mode not in ("lora", "qlora") else total - _new(counts)
     short = recipe.precision == "bf16"
@@ -76,64 +76,64 @@ def estimate(checkpoint: Checkpoint, recipe: Recipe, layers: Sequence[int] | Non
         trained=trained,
         frozen=frozen,
         state_bytes=trained * (TRAINED_BYTES + 2 * short) + frozen_bytes,
-        activation_bytes=_activations(config, recipe, swapped),
+        activation_bytes=_activations(sites, recipe),
         tokens=tokens,
         flops=float(work) * tokens,
     )
 
 
-def _counts(checkpoint: Checkpoint, swapped: set[int]) -> dict[str, int]:
-    """Parameters by name; a layer that is still to be swapped gets its new ones."""
-    counts = {name: math.prod(entry.shape) for name, entry in checkpoint.tensors.items()}
-    config, width = checkpoint.config, checkpoint.config["hidden_size"]
-    rank = config.get("beta_rank") or max(1, width // 16)
-    groups = config.get("beta_groups") or config["head_dim"]
-    for layer in swapped:
-        prefix = f"backbone.layers.{layer}.mixer.metaplasticity"
-        counts.setdefault(f"{prefix}.beta_down.weight", rank * width)
-        counts.setdefault(f"{prefix}.beta_up.weight", rank * config["num_heads"] * groups)
-        counts.setdefault(f"{prefix}.beta_scale", config["num_heads"])
-        counts.setdefault(f"{prefix}.log_prior", config["num_heads"])
-    return counts
+def _sites(checkpoint: Checkpoint, swapped: set[int]) -> list[Site]:
+    """The mixers as they will be: those that are still to be swapped get the usual gate."""
+    found = []
+    for layer, site in checkpoint.sites.items():
+        usual = GateSpec.complete(site.geometry.hidden_size, site.geometry.head_dim)
+        found.append(replace(site, gate=(checkpoint.config.gate or usual) if layer in swapped else None))
+    return found
+
+
+def _counts(checkpoint: Checkpoint, sites: Sequence[Site]) -> dict[str, int]:
+    """Parameters by name, those of layers that are still to be swapped included."""
+    shapes = {name: entry.shape for name, entry in checkpoint.tensors.items()}
+    for site in sites:
+        shapes = site.shapes() | shapes
+    return {name: math.prod(shape) for name, shape in shapes.items()}
 
 
 def _new(counts: Mapping[str, int]) -> int:
     return sum(number for name, number in counts.items() if is_new(name))
 
 
-def _trained(counts: Mapping[str, int], recipe: Recipe, config: Mapping[str, Any], swapped: set[int]) -> int:
+def _trained(counts: Mapping[str, int], recipe: Recipe, sites: Sequence[Site]) -> int:
     if recipe.mode == "full":
         return sum(counts.values())
     if recipe.mode == "new+swapped":
-        parts = tuple(f".layers.{layer}." for layer in swapped)
+        parts = tuple(f".layers.{site.layer}." for site in sites if site.gate)
         return sum(number for name, number in counts.items() if any(part in name for part in parts))
     if recipe.mode == "new":
         return _new(counts)
-    inner = config["num_heads"] * config["head_dim"]
-    outputs = {
-        "in_proj": 2 * inner + 2 * config["n_groups"] * config["state_size"] + config["num_heads"],
-        "out_proj": inner,
-    }
-    sizes = sum(config["hidden_size"] + outputs.get(target, inner) for target in recipe.lora.targets)
-    return _new(counts) + recipe.lora.rank * sizes * config["num_hidden_layers"]
+    matrices = [site.geometry.shapes().get(f"{target}.weight", ()) for site in sites for target in recipe.lora.targets]
+    return _new(counts) + recipe.lora.rank * sum(map(sum, matrices))
 
 
-def _activations(config: Mapping[str, Any], recipe: Recipe, swapped: set[int]) -> int:
+def _activations(sites: Sequence[Site], recipe: Recipe) -> int:
     """Bytes kept for the backward pass of one micro-batch, and the logits of one chunk with their gradient."""
-    width, inner = config["hidden_size"], config["num_heads"] * config["head_dim"]
-    keys = config["n_groups"] * config["state_size"]
     element = 2 if recipe.precision == "bf16" else 4
-    groups = config.get("beta_groups") or config["head_dim"]
-    # Residual and norms in fp32; projection, convolution, gate and output in the type of the products.
-    source = 12 * width + element * (2 * (2 * inner + 2 * keys) + 4 * inner) + 8 * inner
-    extra = 4 * config["num_heads"] * groups + element * inner
-    layers = [source + (extra if layer in swapped else 0) for layer in range(config["num_hidden_layers"])]
+    widths = [site.geometry.hidden_size for site in sites]
+    layers = [_layer_activations(site, element) for site in sites]
     tokens = recipe.micro_batch_size * recipe.data.seq_len
     a_token = sum(layers)
     if recipe.gradient_checkpointing:
         # What enters a block, one block at work, and the outputs of scans, which do not run again.
-        a_token = 4 * width * len(layers) + max(layers) + element * inner * len(swapped)
+        a_token = 4 * sum(widths) + max(layers) + element * sum(site.geometry.inner_size for site in sites if site.gate)
     return tokens * a_token + 3 * CHUNK_BYTES
+
+
+def _layer_activations(site: Site, element: int) -> int:
+    """Bytes a token; residual and norms in fp32, projection, convolution, gate and output in the type of products."""
+    geometry = site.geometry
+    width, inner = geometry.hidden_size, geometry.inner_size
+    source = 12 * width + element * (2 * (inner + geometry.conv_channels) + 4 * inner) + 8 * inner
+    return source + (4 * geometry.num_heads * site.gate.groups + element * inner if site.gate else 0)
 
 
 SUMMARY_TOKENS = 100_000_000

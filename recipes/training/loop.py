@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...base.console import human_bytes, progress
 from ...base.errors import TrainingError, UsageError
-from ...modeling.mixers.importance import record_importance
+from ...mixers.importance import record_importance
 from ..data.packing import IGNORED, Window, collate
 from .checkpointing import full_tensor, save_checkpoint, trained_parameters
 from .diagnosis import bad_gradients, first_bad_module

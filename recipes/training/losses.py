@@ -54,11 +54,12 @@ class CausalLoss(nn.Module):
         with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             causal = self.causal
             packed = {} if seq_idx is None else {"seq_idx": seq_idx}
-            hidden = causal.backbone(input_ids=input_ids, use_cache=False, **packed)[0].flatten(0, 1)
-            plain = head_dtype(causal.lm_head) is not None  # the fused kernel reads the weights past the layer
+            hidden = causal.get_decoder()(input_ids=input_ids, use_cache=False, **packed)[0].flatten(0, 1)
+            head = causal.get_output_embeddings()
+            plain = head_dtype(head) is not None  # the fused kernel reads the weights past the layer
             if plain and not per_token and resolve_loss(self.backend, hidden.device) == "liger":
-                return _liger_loss(hidden, causal.lm_head, targets.flatten())
-            losses = chunked_losses(hidden, causal.lm_head, targets.flatten())
+                return _liger_loss(hidden, head, targets.flatten())
+            losses = chunked_losses(hidden, head, targets.flatten())
             return losses.view_as(targets) if per_token else losses.sum()
 
 

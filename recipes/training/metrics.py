@@ -16,7 +16,7 @@ import torch
 from ...base.console import bars_are_drawn, counted, human_bytes, human_count, human_seconds
 from ...base.errors import SchemaError
 from ...base.files import write_text
-from ...modeling.mixers.importance import ImportanceRecorder, LayerImportance
+from ...mixers.importance import ImportanceRecorder, LayerImportance
 from ..data.packing import TokenStream
 from .checkpointing import Position, trained_parameters
 from .recipe import Recipe

@@ -11,6 +11,7 @@ from torch import nn
 
 from ...base.console import counted, human_count, table
 from ...base.errors import UsageError
+from ...mixers.geometry import GATE
 from ...surgery.checkpoint.checkpoint import Checkpoint
 from .optim import describe_selection, select_parameters
 from .recipe import Recipe
@@ -83,7 +84,7 @@ def add_adapters(model: nn.Module, recipe: Recipe, layers: list[int]) -> nn.Modu
         lora_alpha=recipe.lora.alpha,
         lora_dropout=recipe.lora.dropout,
         target_modules=list(recipe.lora.targets),
-        modules_to_save=["metaplasticity"] if layers else None,
+        modules_to_save=[GATE] if layers else None,
         task_type="CAUSAL_LM",
     )
     if recipe.mode == "qlora":
@@ -144,7 +145,7 @@ def check_coverage(rows: list[Coverage], recipe: Recipe, layers: list[int], *, t
                 f"lora.targets: {row.target} is tied (head and embedding are one matrix), and an adapter on it would"
                 " change only one of them; leave it out"
             )
-        if "metaplasticity" in row.target or row.target in ("beta_down", "beta_up"):
+        if GATE in row.target or row.target in ("beta_down", "beta_up"):
             raise UsageError(
                 f"lora.targets: {row.target} is new and is trained whole beside the adapters; leave it out"
             )

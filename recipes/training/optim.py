@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from ...base.errors import UsageError
+from ...mixers.geometry import GATE
 from .recipe import Recipe
 
-NEW = ".metaplasticity."
+NEW = f".{GATE}."
 """Every parameter that surgery adds lives in a sub-module of this name."""
 
 DECAYED = ("in_proj", "out_proj", "beta_down", "beta_up", "lora_A", "lora_B")

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ...base.files import load_json, output_folder, write_json, write_text
-from ...modeling.bundle import auto_map, bundle_remote_code
-from ...modeling.palimpsa_mamba2.configuration_palimpsa_mamba2 import PalimpsaMamba2Config
+from ...base.files import output_folder, write_text
+from ...kernels.common.precision import DTYPES
 from ...surgery.checkpoint.checkpoint import Checkpoint
-from ...surgery.checkpoint.loading import keeps_fp32
 from ...surgery.checkpoint.sources import is_of_tokenizer, reading
-from ...surgery.checkpoint.tokenizer import SPECIAL_TOKEN_IDS
 from ...surgery.conversion.export import card_without_surgery
-from ...surgery.conversion.model_folder import copy_companions
-from ...surgery.conversion.writer import TensorSpec, write_tensors
+from ...surgery.conversion.model_folder import output_specs, write_surroundings, write_weights
 from .checkpointing import full_tensor, trained_parameters
 from .recipe import Recipe, dump_recipe
 
 logger = logging.getLogger(__name__)
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth")
-
-
-def stored_dtype(name: str, source: torch.dtype, asked: str) -> torch.dtype:
-    """The dtype a tensor is written in: rates and scales fp32, the rest as asked, or as the source has it."""
-    if keeps_fp32(name):
-        return torch.float32
-    return source if asked == "source" else getattr(torch, asked)
 
 
 def gather(module: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
@@ -52,75 +38,52 @@ def gather(module: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
 
 def save_model(trained: dict[str, Tensor], checkpoint: Checkpoint, out: Path, recipe: Recipe) -> None:
     """Writes the model folder `out`: what trained from `trained`, what was frozen bit for bit from `checkpoint`."""
-    save_tensors(
-        checkpoint,
-        out,
-        lambda name: trained[name] if name in trained else checkpoint.load(name),
-        recipe.save_dtype,
-        recipe,
-        force=True,
-    )
+    save_tensors(checkpoint, out, trained.get, recipe.save_dtype, recipe, force=True)
 
 
 def save_tensors(
     checkpoint: Checkpoint,
     out: Path,
-    load: Callable[[str], Tensor],
+    changed: Callable[[str], Tensor | None],
     dtype: str,
     recipe: Recipe | None = None,
     *,
     force: bool = False,
 ) -> None:
-    """A model folder, whole or not at all, with the tensors that `load` gives and everything else from `checkpoint`.
+    """A model folder, whole or not at all, with the tensors that `changed` gives and everything else from `checkpoint`.
 
     Tokenizer, generation config, plan, profile, report and card of the source come along.
 
     Args:
         checkpoint: the model that was trained.
         out: the folder to make.
-        load: gives the tensor of a canonical name.
+        changed: gives the tensor of a canonical name, None where it is the checkpoint's.
         dtype: "source", or the dtype of the matrices.
         recipe: written beside the weights.
         force: replace `out`.
     """
-    specs = [
-        TensorSpec(name, entry.shape, stored_dtype(name, entry.dtype, dtype))
-        for name, entry in checkpoint.tensors.items()
-    ]
+    asked = DTYPES.get(dtype)
+    specs = output_specs(checkpoint, checkpoint.config, asked)
+    own = checkpoint.layout == "palimpsa_mamba2"
     with output_folder(out, force=force) as folder:
-        carry_along(checkpoint, folder, out.resolve().name)
-        write_tensors(folder, specs, load)
-        main_dtype = checkpoint.dtype if dtype == "source" else getattr(torch, dtype)
-        write_json(folder / "config.json", model_config(checkpoint, main_dtype))
-        bundle_remote_code(folder)
+        if own:
+            _carry_along(checkpoint, folder)
+        else:
+            name = out.resolve().name
+            write_text(folder / "README.md", card_without_surgery(checkpoint, name, checkpoint.palimpsa_layers))
+        write_weights(checkpoint, folder, specs, changed)
+        write_surroundings(checkpoint, folder, checkpoint.config, asked or checkpoint.dtype, own=own)
         if recipe is not None:
             write_text(folder / "recipe.yaml", dump_recipe(recipe))
     logger.info("saved %s", out)
 
 
-def carry_along(checkpoint: Checkpoint, folder: Path, name: str) -> None:
-    """The files beside the weights: of a converted model all, of another one tokenizer, generation config and a card
-    that keeps its licence."""
-    if checkpoint.layout != "palimpsa_mamba2":
-        write_text(folder / "README.md", card_without_surgery(checkpoint, name, checkpoint.palimpsa_layers))
-    else:
-        with reading(checkpoint.source_id):
-            for path in sorted(checkpoint.path.iterdir()):
-                if path.is_file() and not (_is_weights(path) or is_of_tokenizer(path.name)):
-                    shutil.copyfile(path, folder / path.name)
-    copy_companions(checkpoint, folder)
-
-
-def model_config(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Any]:
-    """The content of `config.json`: a converted model's own with the new dtype, else one made from the source's."""
-    if checkpoint.layout == "palimpsa_mamba2":
-        known = {key: checkpoint.config[key] for key in SPECIAL_TOKEN_IDS if checkpoint.config.get(key) is not None}
-        config = {**load_json(checkpoint.path / "config.json"), **known}
-    else:
-        config = json.loads(PalimpsaMamba2Config(**checkpoint.config).to_json_string(use_diff=False))
-    config.pop("torch_dtype", None)
-    config.update(architectures=["PalimpsaMamba2ForCausalLM"], auto_map=auto_map())
-    return {**config, "dtype": str(dtype).removeprefix("torch.")}
+def _carry_along(checkpoint: Checkpoint, folder: Path) -> None:
+    """Copies what lies beside the weights and the tokenizer of a model folder of ours."""
+    with reading(checkpoint.source_id):
+        for path in sorted(checkpoint.path.iterdir()):
+            if path.is_file() and not (_is_weights(path) or is_of_tokenizer(path.name)):
+                shutil.copyfile(path, folder / path.name)
 
 
 def _is_weights(path: Path) -> bool:

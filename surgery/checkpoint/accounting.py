@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ...base.errors import CheckpointError
-from .keymap import EMBEDDING, HEAD, Rule, canonical_shape, expected_shapes, translate
+from ...kernels.common.precision import DTYPES, dtype_name
+from ..families.mamba2 import EMBEDDING, HEAD
+from .keymap import Rule, canonical_shape, translate
 from .layouts import Layout
 from .weights import TensorInfo, WeightsFile
 
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _LISTED = 8  # names in a message; the rest is counted
 
 
@@ -176,9 +177,10 @@ def _same_values(first: Located, second: Located) -> bool:
     return torch.equal(one.view(torch.uint8), two.view(torch.uint8))
 
 
-def account(source_id: str, config: dict[str, Any], located: Mapping[str, Located], strangers: list[str]) -> None:
-    """Refuses a checkpoint unless its tensors are exactly those the config calls for."""
-    expected = expected_shapes(config)
+def account(
+    source_id: str, expected: Mapping[str, tuple[int, ...]], located: Mapping[str, Located], strangers: list[str]
+) -> None:
+    """Refuses a checkpoint unless its tensors are exactly those `expected`: name to shape, as the config calls for."""
     missing = [name for name in expected if name not in located]
     extra = [*strangers, *(found.entry.source_name for name, found in located.items() if name not in expected)]
     wrong = [
@@ -186,9 +188,9 @@ def account(source_id: str, config: dict[str, Any], located: Mapping[str, Locate
         for name, found in located.items()
         if name in expected and found.entry.shape != expected[name]
     ]
-    odd = [found.entry for found in located.values() if found.entry.dtype not in _FLOATS]
+    odd = [found.entry for found in located.values() if found.entry.dtype not in DTYPES.values()]
     if odd:
-        kinds = ", ".join(sorted({str(entry.dtype).removeprefix("torch.") for entry in odd}))
+        kinds = ", ".join(sorted({dtype_name(entry.dtype) for entry in odd}))
         raise CheckpointError(
             f"{source_id}: {_listing([entry.source_name for entry in odd])} is stored as {kinds}, expected weights in "
             "float32, bfloat16, float16 or float64; take the checkpoint from before it was quantised"

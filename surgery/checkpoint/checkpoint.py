@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from ...base.errors import CheckpointError
+from ..families.base import Family, Site
+from ..families.mamba2 import Mamba2Config
 from .accounting import (
     Dropped,
     Located,
@@ -26,7 +28,6 @@ from .accounting import (
     resolve_vocabulary,
 )
 from .fingerprint import edges_fingerprint, fingerprint
-from .keymap import expected_shapes
 from .layouts import detect
 from .lazy import open_weights
 from .licenses import card_metadata, license_names
@@ -54,8 +55,8 @@ class Checkpoint:
     Attributes:
         path: its folder.
         layout: a key of `keymap.TABLES`.
-        config: arguments of `PalimpsaMamba2Config`; `vocab_size` is the embedding's number of rows, `palimpsa_layers`
-            the layers already swapped.
+        family: what kind of model it is.
+        config: typed; `vocab_size` is the embedding's number of rows, `palimpsa_layers` the layers already swapped.
         tensors: every tensor of the model by canonical name, in the order of the model.
         dropped: source tensors that are not part of the model, each with its reason.
         source_id: Hub id, or the folder's name.
@@ -68,7 +69,8 @@ class Checkpoint:
 
     path: Path
     layout: str
-    config: dict[str, Any]
+    family: Family
+    config: Mamba2Config
     tensors: Mapping[str, TensorEntry] = field(repr=False)
     dropped: tuple[Dropped, ...]
     source_id: str
@@ -167,15 +169,20 @@ class Checkpoint:
             counts[entry.dtype] += int(torch.Size(entry.shape).numel())
         return counts.most_common(1)[0][0]
 
+    @cached_property
+    def sites(self) -> dict[int, Site]:
+        """The mixers by layer, in order."""
+        return self.family.sites(self.config)
+
     @property
     def num_layers(self) -> int:
         """Number of layers, swapped or not."""
-        return self.config["num_hidden_layers"]
+        return self.config.num_hidden_layers
 
     @property
     def palimpsa_layers(self) -> tuple[int, ...]:
         """The layers that are swapped already, sorted; empty for a plain Mamba2."""
-        return tuple(self.config["palimpsa_layers"])
+        return self.config.palimpsa_layers
 
 
 def open_checkpoint(src: str | Path, *, revision: str | None = None, token: str | None = None) -> Checkpoint:
@@ -204,17 +211,19 @@ def _opened(source: Source) -> Checkpoint:
     located, dropped, strangers = locate(layout, tensors)
     notes = [*layout.notes, *resolve_vocabulary(layout, located)]
     tied = resolve_tie(layout, located, dropped, notes)
-    config = {**layout.config, "tie_word_embeddings": tied}
-    config["palimpsa_layers"] = sorted(config.get("palimpsa_layers", []))
+    keys = {**layout.config, "tie_word_embeddings": tied}
     for key, number in special_token_ids(source.folder).items():
-        config[key] = number if config.get(key) is None else config[key]
-    account(source.source_id, config, located, strangers)
+        keys[key] = number if keys.get(key) is None else keys[key]
+    config = layout.family.config(layout.config_file.name, keys)
+    expected = layout.family.shapes(config)
+    account(source.source_id, expected, located, strangers)
     for note in notes:
         logger.warning("%s: %s", source.source_id, note)
-    ordered = {name: located[name] for name in expected_shapes(config)}
+    ordered = {name: located[name] for name in expected}
     return Checkpoint(
         path=source.folder,
         layout=layout.name,
+        family=layout.family,
         config=config,
         tensors={name: found.entry for name, found in ordered.items()},
         dropped=tuple(dropped),

@@ -19,11 +19,14 @@ from typing import Any
 
 from ...base.console import counted
 from ...base.errors import CheckpointError
+from ...mixers.geometry import GateSpec
+from ..families.mamba2 import Mamba2Config
 
 INF = math.inf
 LARGEST_FLOAT = 3.4028234663852886e38
 """Of fp32, in which steps are computed: a limit from there on is none."""
 
+_NO_DEFAULT = ("tie_word_embeddings", "palimpsa_layers", "gate")  # those that only the file or its tensors can say
 # Defaults of mamba_ssm 2.3.2's Mamba2 module, for the keys a `ssm_cfg` leaves out.
 SSM_DEFAULTS: dict[str, Any] = {
     "d_state": 128,
@@ -43,46 +46,22 @@ SSM_DEFAULTS: dict[str, Any] = {
     "conv_bias": True,
     "chunk_size": 256,
 }
-# Defaults of transformers' Mamba2Config.
+# Of this package's own config: what transformers makes of a converted folder that leaves a key out.
+PALIMPSA_DEFAULTS = {key: value for key, value in vars(Mamba2Config()).items() if key not in _NO_DEFAULT}
+# Of transformers' Mamba2Config, which differ in these.
 HF_DEFAULTS: dict[str, Any] = {
+    **PALIMPSA_DEFAULTS,
     "num_heads": 128,
-    "head_dim": 64,
     "vocab_size": 32768,
     "hidden_size": 4096,
-    "state_size": 128,
     "num_hidden_layers": 64,
-    "layer_norm_epsilon": 1e-5,
+    "n_groups": 8,
+    "initializer_range": 0.1,
     "pad_token_id": 1,
     "bos_token_id": 0,
     "eos_token_id": 2,
-    "expand": 2,
-    "conv_kernel": 4,
-    "n_groups": 8,
-    "use_bias": False,
-    "use_conv_bias": True,
-    "hidden_act": "silu",
-    "initializer_range": 0.1,
-    "residual_in_fp32": True,
-    "time_step_min": 0.001,
-    "time_step_max": 0.1,
-    "time_step_floor": 1e-4,
-    "time_step_limit": (0.0, INF),
-    "chunk_size": 256,
 }
-# Of this package's own config: what transformers makes of a converted folder that leaves a key out.
-PALIMPSA_DEFAULTS: dict[str, Any] = {
-    **HF_DEFAULTS,
-    "vocab_size": 50288,
-    "hidden_size": 768,
-    "num_hidden_layers": 24,
-    "num_heads": 24,
-    "n_groups": 1,
-    "initializer_range": 0.02,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-PALIMPSA_KEYS = ("palimpsa_layers", "beta_rank", "beta_groups", "beta_scale_form", "train_prior")
+PALIMPSA_KEYS = ("palimpsa_layers", *GateSpec.KEYS)
 # The keys that each reader uses.
 SSM_READ = frozenset(
     {"d_model", "n_layer", "vocab_size", "ssm_cfg", "attn_layer_idx", "d_intermediate", "residual_in_fp32"}

@@ -6,14 +6,13 @@ A new layout is one more table in `TABLES` (and, where its config differs, one f
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-METAPLASTIC_NAMES = ("beta_down.weight", "beta_up.weight", "beta_scale", "log_prior")
-HEAD, EMBEDDING = "lm_head.weight", "backbone.embeddings.weight"
+from ...mixers.geometry import GATE, GateSpec
+from ..families.mamba2 import EMBEDDING, HEAD
 
 # Wrappers that leave their name in a state dict: DataParallel, torch.compile, FSDP, activation checkpointing.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -49,25 +48,20 @@ _MAMBA2 = (
     Rule(r"(?:model\.)?(?:backbone\.)?norm_f\.weight", "backbone.norm_f.weight"),
     Rule(r"(?:model\.)?lm_head\.weight", HEAD),
 )
+# Of the authors' MetaMamba2 (see `metamamba2.py`), in the order of `GateSpec.TENSORS`.
+_META_NAMES = (r"b_rank_proj\.weight", r"b_proj\.weight", "b_scale", "Ip_log")
 _METAPLASTIC = (
     Rule(
-        r"(?:model\.)?(?:backbone\.)?layers\.(\d+)\.mixer\.metaplasticity\.(beta_down\.weight|beta_up\.weight|beta_scale|log_prior)",
-        r"backbone.layers.\1.mixer.metaplasticity.\2",
+        rf"(?:model\.)?(?:backbone\.)?layers\.(\d+)\.mixer\.{GATE}\.({'|'.join(map(re.escape, GateSpec.TENSORS))})",
+        rf"backbone.layers.\1.mixer.{GATE}.\2",
     ),
 )
-# The authors' MetaMamba2; see `metamamba2.py`.
-_META_NAMES = {
-    r"b_rank_proj\.weight": "beta_down.weight",
-    r"b_proj\.weight": "beta_up.weight",
-    "b_scale": "beta_scale",
-    "Ip_log": "log_prior",
-}
 _META = tuple(
     Rule(
         rf"(?:model\.)?(?:backbone\.)?layers\.(\d+)\.mixer\.{theirs}",
-        rf"backbone.layers.\1.mixer.metaplasticity.{ours}",
+        rf"backbone.layers.\1.mixer.{GATE}.{ours}",
     )
-    for theirs, ours in _META_NAMES.items()
+    for theirs, ours in zip(_META_NAMES, GateSpec.TENSORS, strict=True)
 )
 _META_UNUSED = Rule(
     rf"(?:model\.)?(?:backbone\.)?layers\.\d+\.mixer\.(?:{'|'.join(_META_NAMES)})",
@@ -104,44 +98,3 @@ def canonical_shape(rule: Rule, shape: tuple[int, ...]) -> tuple[int, ...]:
     if rule.transform is None:
         return shape
     return tuple(rule.transform(torch.empty(shape, device="meta")).shape)
-
-
-def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the model that `config` describes, in the order of the model.
-
-    Args:
-        config: `PalimpsaMamba2Config` arguments. `palimpsa_layers`, `beta_rank` and `beta_groups` say what swapped
-            layers add; with `tie_word_embeddings` there is no `lm_head.weight`.
-    """
-    shapes = {EMBEDDING: (config["vocab_size"], config["hidden_size"])}
-    swapped = set(config.get("palimpsa_layers") or ())
-    for layer in range(config["num_hidden_layers"]):
-        for name, shape in _layer_shapes(config, layer in swapped):
-            shapes[f"backbone.layers.{layer}.{name}"] = shape
-    shapes["backbone.norm_f.weight"] = (config["hidden_size"],)
-    if not config["tie_word_embeddings"]:
-        shapes[HEAD] = (config["vocab_size"], config["hidden_size"])
-    return shapes
-
-
-def _layer_shapes(config: dict[str, Any], swapped: bool) -> Iterable[tuple[str, tuple[int, ...]]]:
-    width, heads = config["hidden_size"], config["num_heads"]
-    inner = heads * config["head_dim"]
-    convolved = inner + 2 * config["n_groups"] * config["state_size"]
-    yield "norm.weight", (width,)
-    yield "mixer.in_proj.weight", (inner + convolved + heads, width)
-    if config["use_bias"]:
-        yield "mixer.in_proj.bias", (inner + convolved + heads,)
-    yield "mixer.conv1d.weight", (convolved, 1, config["conv_kernel"])
-    if config["use_conv_bias"]:
-        yield "mixer.conv1d.bias", (convolved,)
-    for name in ("dt_bias", "A_log", "D"):
-        yield f"mixer.{name}", (heads,)
-    yield "mixer.norm.weight", (inner,)
-    yield "mixer.out_proj.weight", (width, inner)
-    if config["use_bias"]:
-        yield "mixer.out_proj.bias", (width,)
-    if swapped:
-        rank, groups = config["beta_rank"], config["beta_groups"]
-        shapes = ((rank, width), (heads * groups, rank), (heads,), (heads,))
-        yield from zip((f"mixer.metaplasticity.{name}" for name in METAPLASTIC_NAMES), shapes, strict=True)

@@ -1,4 +1,4 @@
-"""What kind of checkpoint a folder holds, told by content, and its config in the terms of `PalimpsaMamba2Config`."""
+"""What kind of checkpoint a folder holds, told by content, and its config in the terms of its family."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 
 from ...base.console import are, counted, listed
 from ...base.errors import CheckpointError
+from ...mixers.geometry import SCALE_FORMS, GateSpec
+from ..families.base import Family
+from ..families.mamba2 import MAMBA2
 from .config_keys import (
     CODESTRAL_READ,
     HF_DEFAULTS,
@@ -48,8 +51,7 @@ _SIZES = (
     "expand",
     "vocab_size",
     "chunk_size",
-    "beta_rank",
-    "beta_groups",
+    *GateSpec.KEYS[:2],
 )
 
 
@@ -58,10 +60,12 @@ class Layout(NamedTuple):
 
     Attributes:
         name: its table in `keymap.TABLES`.
-        config: `PalimpsaMamba2Config` arguments. `vocab_size` is the file's word, the embedding's rows decide later.
+        config: keys under transformers' names, for `family.config`. `vocab_size` is the file's word, the embedding's
+            rows decide later.
         says_tied: what the config says of head and embedding, None when it says nothing.
         config_file: the file the config was read from.
         notes: what a user should know of how the config was read.
+        family: the kind of model.
     """
 
     name: str
@@ -69,6 +73,7 @@ class Layout(NamedTuple):
     says_tied: bool | None
     config_file: Path
     notes: tuple[str, ...] = ()
+    family: Family = MAMBA2
 
 
 def detect(folder: Path, tensors: Mapping[str, TensorInfo]) -> Layout:
@@ -280,14 +285,14 @@ def _palimpsa_keys(where: str, content: dict[str, Any], layers: int) -> dict[str
             f"{where}:palimpsa_layers: is {swapped!r}, expected a list of layers from 0 to {layers - 1}; "
             "restore the config that was written with the weights"
         )
-    absent = [key for key in ("beta_rank", "beta_groups", "beta_scale_form") if swapped and keys.get(key) is None]
+    absent = [key for key in GateSpec.KEYS[:3] if swapped and keys.get(key) is None]
     if absent:
         raise CheckpointError(
             f"{where}: lists swapped layers but not {' and '.join(absent)}; restore the config written with the weights"
         )
     if "beta_scale_form" in keys:
         form = keys["beta_scale_form"]
-        require(form in ("abs", "softplus"), where, "beta_scale_form", form, "abs or softplus")
+        require(form in SCALE_FORMS, where, "beta_scale_form", form, "abs or softplus")
     if "train_prior" in keys:
         require_switch(where, "train_prior", keys["train_prior"])
     return keys

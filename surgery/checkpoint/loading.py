@@ -6,12 +6,10 @@ import logging
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
-from ...base.console import counted
 from ...base.errors import CheckpointError
-from ...modeling.palimpsa_mamba2.configuration_palimpsa_mamba2 import PalimpsaMamba2Config
-from ...modeling.palimpsa_mamba2.modeling_palimpsa_mamba2 import PalimpsaMamba2ForCausalLM
+from ...mixers.geometry import keeps_fp32
 from .checkpoint import Checkpoint, open_checkpoint
 from .tokenizer import with_tokenizer
 
@@ -25,7 +23,7 @@ def load_model(
     device: str | torch.device = "cpu",
     revision: str | None = None,
     token: str | None = None,
-) -> PalimpsaMamba2ForCausalLM:
+) -> PreTrainedModel:
     """Builds the model of a checkpoint and fills it with its tensors, so that the files may go away.
 
     The modules are built without memory and each tensor is cast as it is read: the peak is the model itself.
@@ -47,13 +45,18 @@ def load_model(
     checkpoint = src if isinstance(src, Checkpoint) else open_checkpoint(src, revision=revision, token=token)
     checkpoint = _with_end(checkpoint)
     with torch.device("meta"):
-        model = PalimpsaMamba2ForCausalLM(PalimpsaMamba2Config(**checkpoint.config))
-    slots = _parameters(model, checkpoint)
+        model = checkpoint.family.model_class()(checkpoint.family.model_config(checkpoint.config))
     dtype = dtype or checkpoint.dtype
-    for name, (module, attribute) in slots.items():
-        target = _stored_dtype(name, dtype)
-        tensor = checkpoint.load(name).to(device=device, dtype=target)
-        setattr(module, attribute, torch.nn.Parameter(tensor, requires_grad=getattr(module, attribute).requires_grad))
+    state = {name: checkpoint.load(name).to(device, _stored_dtype(name, dtype)) for name in checkpoint.tensors}
+    if checkpoint.config.tie_word_embeddings:
+        state |= {name: state[other] for name, other in model._tied_weights_keys.items()}
+    try:
+        model.load_state_dict(state, strict=True, assign=True)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{checkpoint.source_id}: the model and the checkpoint differ ({' '.join(str(error).split())[:300]}); the "
+            "checkpoint was written for another version of this package"
+        ) from error
     model.tie_weights()
     model.config.dtype = dtype
     if checkpoint.generation_config is not None:
@@ -63,7 +66,7 @@ def load_model(
 
 def _with_end(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with the special tokens of its tokenizer where its files name no end of a text."""
-    if checkpoint.config["eos_token_id"] is not None:
+    if checkpoint.config.eos_token_id is not None:
         return checkpoint
     try:
         return with_tokenizer(checkpoint, option=None)
@@ -72,30 +75,5 @@ def _with_end(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
 
 
-def keeps_fp32(name: str) -> bool:
-    """Whether the model keeps the parameter `name` in fp32 whatever the rest is in: those that decide decays."""
-    return any(f".{part}" in f".{name}" for part in PalimpsaMamba2ForCausalLM._keep_in_fp32_modules_strict)
-
-
 def _stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if keeps_fp32(name) else dtype
-
-
-def _parameters(model: PalimpsaMamba2ForCausalLM, checkpoint: Checkpoint) -> dict[str, tuple[torch.nn.Module, str]]:
-    """Where each tensor of the checkpoint goes, once both sides agree on names and shapes to the last one."""
-    tied = {"lm_head.weight"} if checkpoint.config["tie_word_embeddings"] else set()
-    found = {}
-    for path, module in model.named_modules():
-        for attribute, parameter in module.named_parameters(recurse=False):
-            name = f"{path}.{attribute}"
-            if name not in tied:
-                found[name] = (module, attribute, tuple(parameter.shape))
-    wanted = {name: shape for name, (_, _, shape) in found.items()}
-    stored = {name: entry.shape for name, entry in checkpoint.tensors.items()}
-    if wanted != stored:
-        odd = sorted({name for name, _ in wanted.items() ^ stored.items()})
-        raise CheckpointError(
-            f"{checkpoint.source_id}: the model and the checkpoint differ in {counted(len(odd), 'tensor')} "
-            f"({', '.join(odd[:5])}); the checkpoint was written for another version of this package"
-        )
-    return {name: (module, attribute) for name, (module, attribute, _) in found.items()}

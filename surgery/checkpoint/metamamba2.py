@@ -17,6 +17,7 @@ import math
 from typing import Any
 
 from ...base.errors import CheckpointError
+from ...mixers.geometry import GateSpec
 
 MODEL_TYPES = ("meta_mamba2", "metamamba2")
 MARKS = {"hidden_size", "num_hidden_layers", "beta_step_rank"}
@@ -80,10 +81,7 @@ def translate_config(where: str, content: dict[str, Any]) -> dict[str, Any]:
         **translated,
         "model_type": "palimpsa_mamba2",
         "palimpsa_layers": list(range(_whole(where, "num_hidden_layers", settings["num_hidden_layers"]))),
-        "beta_rank": rank,
-        "beta_groups": size,
-        "beta_scale_form": "softplus",
-        "train_prior": False,
+        **GateSpec(rank, size, "softplus", train_prior=False).keys(),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,19 +68,19 @@ def with_tokenizer(
     folder, name = _place(checkpoint, named, token)
     tokenizer = _load(folder, name, option)
     found = {key: getattr(tokenizer, key) for key in SPECIAL_TOKEN_IDS}
-    rows = checkpoint.config["vocab_size"]  # a pad token is often added behind them, and the model cannot look it up
+    rows = checkpoint.config.vocab_size  # a pad token is often added behind them, and the model cannot look it up
     ids = {key: number for key, number in found.items() if number is not None and number < rows}
 
-    def settled(config: dict[str, Any]) -> dict[str, Any]:
+    def settled(config: Mapping[str, Any]) -> dict[str, Any]:
         known = {key: value if isinstance(value := config.get(key), list) else [value] for key in ids}
         changed = {k: v for k, v in ids.items() if known[k] == [None] or (named is not None and v not in known[k])}
-        return {**config, **changed}
+        return changed
 
     generation = checkpoint.generation_config
     return replace(
         checkpoint,
-        config=settled(checkpoint.config),
-        generation_config=None if generation is None else settled(generation),
+        config=replace(checkpoint.config, **settled(vars(checkpoint.config))),
+        generation_config=None if generation is None else {**generation, **settled(generation)},
         tokenizer_files=tokenizer_files(folder),
     )
 

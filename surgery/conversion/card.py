@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from ...base.console import are, counted, listed
+from ...mixers.geometry import GATE_FP32, MIXER_FP32
 from ..checkpoint.licenses import license_text
 from ..measure.profile import Profile
 from ..planning.plan import Plan
@@ -101,7 +102,7 @@ def _summary(facts: CardFacts) -> str:
         return f"A Mamba2 language model in which {counted(count, 'layer')} {are(count)} Palimpsa-M ([paper]({PAPER}))."
     source = facts.base_model or facts.plan.source
     layers, was = counted(count, "layer"), "was" if count == 1 else "were"
-    groups = counted(facts.plan.beta_groups, "importance")
+    groups = counted(facts.plan.gate.groups, "importance")
     return (
         f"A Mamba2 language model made from `{source}`, in which {layers} {was} replaced by Palimpsa-M: "
         f"a Mamba2 mixer whose synapses carry an importance that protects what was learnt from being overwritten "
@@ -164,9 +165,9 @@ def _usage(facts: CardFacts) -> str:
 def _files(facts: CardFacts) -> str:
     profile = ", `profile.json` and `profile.png` hold the forget rates of the source" if facts.profile else ""
     surgery = f"`plan.yaml` is the surgery as data, `surgery_report.json` accounts for every tensor{profile}. "
-    return (
-        surgery if facts.plan else ""
-    ) + f"Weights are stored in {facts.dtype}; `A_log`, `dt_bias`, `D`, `beta_scale` and `log_prior` in float32."
+    *names, last = (f"`{name}`" for name in (*MIXER_FP32, *GATE_FP32))
+    dtypes = f"Weights are stored in {facts.dtype}; {', '.join(names)} and {last} in float32."
+    return (surgery if facts.plan else "") + dtypes
 
 
 def _license(facts: CardFacts) -> str:

@@ -19,14 +19,16 @@ from ...base.console import are, counted
 from ...base.errors import ChangedFileError, UsageError, VerificationError
 from ...base.files import flushing, output_folder, refuse_existing, refuse_to_delete, write_text
 from ...base.schemas import write_model
+from ...kernels.common.precision import dtype_name
+from ..checkpoint.dtypes import STORED, dtype_of
 from ..checkpoint.licenses import card_metadata, license_terms
 from ..checkpoint.tokenizer import with_tokenizer
 from ..measure.forgetting import measure, static_forgetting
 from ..measure.profile import Profile, read_profile, write_profile
 from ..planning.plan import DEFAULT_LAYERS, Plan, make_plan, read_plan, write_plan
 from .card import CardFacts, kept_readme, render_card
-from .model_folder import output_config, output_specs, write_surroundings, write_weights
-from .report import ConversionReport, build_report, dtype_name
+from .model_folder import new_tensors, output_config, output_specs, write_surroundings, write_weights
+from .report import ConversionReport, build_report
 from .verify import Verification, choose_mode
 from .verify import verify as verify_folder
 from .writer import TensorSpec
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PLAN_FILE, PROFILE_FILE, PICTURE_FILE = "plan.yaml", "profile.json", "profile.png"
 _WRITTEN_AGAIN = (PLAN_FILE, PROFILE_FILE)
 REPORT_FILE, CARD_FILE = "surgery_report.json", "README.md"
@@ -87,8 +88,7 @@ def convert(
         force: replace `out` when it exists.
         revision: of a Hub id.
         token: for a private Hub id.
-        **plan_options: as for `make_plan`: rule, init, strength, beta_rank, beta_groups, beta_scale_form, train_prior,
-            seed.
+        **plan_options: as for `make_plan`: rule, init, strength, seed and the keys of the importance gate.
 
     Returns:
         The report, which is also in the folder.
@@ -101,8 +101,7 @@ def convert(
     from ..checkpoint.checkpoint import open_checkpoint
 
     refuse_existing(out, force=force)
-    if dtype is not None and dtype not in DTYPES:
-        raise UsageError(f"--dtype {dtype}: there is no such dtype; choose one of {', '.join(DTYPES)}")
+    asked = None if dtype is None else dtype_of(dtype, STORED)
     measuring = measuring or MeasureOptions()
     checkpoint = open_checkpoint(src, revision=revision, token=token) if isinstance(src, str | Path) else src
     # A plan or profile of the old output itself is written there again.
@@ -112,8 +111,7 @@ def convert(
     measuring = replace(measuring, tokenizer=None)  # it is the checkpoint's own from here on
     mode = choose_mode(checkpoint, verify)
     plan, profile = _settle(checkpoint, plan, profile, layers, plan_options, measuring)
-    stored = DTYPES[dtype] if dtype else checkpoint.dtype
-    return _write(checkpoint, Path(out), plan, profile, stored, mode, force)
+    return _write(checkpoint, Path(out), plan, profile, asked or checkpoint.dtype, mode, force)
 
 
 def _settle(
@@ -175,7 +173,7 @@ def _write(
     force: bool,
 ) -> ConversionReport:
     config = output_config(checkpoint, plan)
-    specs = output_specs(config, dtype)
+    specs = output_specs(checkpoint, config, dtype)
     notes = (*checkpoint.notes, *_rounding_note(checkpoint, specs))
     for note in notes[len(checkpoint.notes) :]:
         logger.warning(note)
@@ -184,7 +182,7 @@ def _write(
         with ThreadPoolExecutor(max_workers=1) as beside:
             # Copying waits for the disk; the picture, and importing the libraries of what follows, take seconds.
             drawn = beside.submit(_draw_and_import, profile, folder / PICTURE_FILE, plan.layers)
-            files = write_weights(checkpoint, folder, plan, profile, specs)
+            files = write_weights(checkpoint, folder, specs, new_tensors(checkpoint, plan, profile))
             drawn.result()
         with flushing(folder):
             write_surroundings(checkpoint, folder, config, dtype)
@@ -196,7 +194,7 @@ def _write(
                 plan,
                 specs,
                 version=_version(),
-                palimpsa_layers=tuple(config["palimpsa_layers"]),
+                palimpsa_layers=config.palimpsa_layers,
                 dtype=dtype,
                 weight_files=files,
                 verification=verification,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,14 @@ from torch import Tensor
 from ...base.console import are, counted, listed, progress
 from ...base.errors import CheckpointError, UsageError, VerificationError
 from ...base.files import output_folder, refuse_existing, refuse_to_delete, write_json, write_text
+from ...kernels.common.precision import dtype_name
 from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
-from ..checkpoint.keymap import EMBEDDING, HEAD
 from ..checkpoint.licenses import card_metadata, license_terms
 from ..checkpoint.tokenizer import with_tokenizer
+from ..families.mamba2 import EMBEDDING, HEAD, Mamba2Config
 from .card import CardFacts, front_matter, render_card
-from .model_folder import FP32_NAMES, copy_companions, output_specs, write_surroundings
-from .report import dtype_name
-from .writer import TensorSpec, write_tensors
+from .model_folder import copy_companions, output_specs, write_surroundings, write_weights
+from .writer import TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +74,8 @@ def export(
             f"{checkpoint.source_id}: {listed('layer', swapped)} {are(len(swapped))} Palimpsa-M, for which mamba_ssm's "
             "layout has no place; give --off to leave their importance out, which is another function"
         )
-    config = {**checkpoint.config, **({"palimpsa_layers": []} if off else {})}
-    specs = _specs(checkpoint, config)
+    config = replace(checkpoint.config, palimpsa_layers=()) if off else checkpoint.config
+    specs = output_specs(checkpoint, config)
     with output_folder(out, force=force) as folder:
         WRITERS[layout](checkpoint, folder, config, specs, Path(out).resolve().name)
         _check(checkpoint, folder, specs)
@@ -84,15 +85,8 @@ def export(
     return Path(out)
 
 
-def _specs(checkpoint: Checkpoint, config: dict[str, Any]) -> list[TensorSpec]:
-    """Every tensor in the dtype it is stored in, but for those that are fp32 in a folder of ours."""
-    specs = output_specs(config, torch.float32)
-    stored = {name: entry.dtype for name, entry in checkpoint.tensors.items()}
-    return [s if s.name.endswith(FP32_NAMES) else s._replace(dtype=stored[s.name]) for s in specs]
-
-
 def _write_mamba_ssm(
-    checkpoint: Checkpoint, folder: Path, config: dict[str, Any], specs: list[TensorSpec], name: str
+    checkpoint: Checkpoint, folder: Path, config: Mamba2Config, specs: list[TensorSpec], name: str
 ) -> None:
     write_json(folder / "config.json", mamba_ssm_config(checkpoint))
     torch.save(_state_dict(checkpoint, [spec.name for spec in specs]), folder / WEIGHTS_FILE)
@@ -103,11 +97,11 @@ def _write_mamba_ssm(
 
 
 def _write_palimpsa(
-    checkpoint: Checkpoint, folder: Path, config: dict[str, Any], specs: list[TensorSpec], name: str
+    checkpoint: Checkpoint, folder: Path, config: Mamba2Config, specs: list[TensorSpec], name: str
 ) -> None:
-    write_tensors(folder, specs, checkpoint.load)
+    write_weights(checkpoint, folder, specs)
     write_surroundings(checkpoint, folder, config, checkpoint.dtype)
-    write_text(folder / "README.md", card_without_surgery(checkpoint, name, config["palimpsa_layers"]))
+    write_text(folder / "README.md", card_without_surgery(checkpoint, name, config.palimpsa_layers))
 
 
 def card_without_surgery(checkpoint: Checkpoint, name: str, swapped: Sequence[int]) -> str:
@@ -134,38 +128,38 @@ def mamba_ssm_config(checkpoint: Checkpoint) -> dict[str, Any]:
         CheckpointError: a norm epsilon other than the one mamba_ssm has built in.
     """
     config = checkpoint.config
-    if config["layer_norm_epsilon"] != _NORM_EPSILON:
+    if config.layer_norm_epsilon != _NORM_EPSILON:
         raise CheckpointError(
-            f"{checkpoint.source_id}: has layer_norm_epsilon {config['layer_norm_epsilon']}, mamba_ssm's is always "
+            f"{checkpoint.source_id}: has layer_norm_epsilon {config.layer_norm_epsilon}, mamba_ssm's is always "
             f"{_NORM_EPSILON}; the model cannot be written in its layout"
         )
     layer = {
         "layer": "Mamba2",
-        "d_state": config["state_size"],
-        "d_conv": config["conv_kernel"],
-        "expand": config["expand"],
-        "headdim": config["head_dim"],
-        "ngroups": config["n_groups"],
-        "bias": config["use_bias"],
-        "conv_bias": config["use_conv_bias"],
-        "chunk_size": config["chunk_size"],
+        "d_state": config.state_size,
+        "d_conv": config.conv_kernel,
+        "expand": config.expand,
+        "headdim": config.head_dim,
+        "ngroups": config.n_groups,
+        "bias": config.use_bias,
+        "conv_bias": config.use_conv_bias,
+        "chunk_size": config.chunk_size,
     }
-    low, high = config["time_step_limit"]
+    low, high = config.time_step_limit
     if (low, high) != (0.0, float("inf")):
         layer["dt_limit"] = [low, min(high, _LARGEST)]  # JSON has no infinity
     return {
-        "d_model": config["hidden_size"],
+        "d_model": config.hidden_size,
         "d_intermediate": 0,
-        "n_layer": config["num_hidden_layers"],
-        "vocab_size": config["vocab_size"],
+        "n_layer": config.num_hidden_layers,
+        "vocab_size": config.vocab_size,
         "ssm_cfg": layer,
         "attn_layer_idx": [],
         "attn_cfg": {},
         "rms_norm": True,
-        "residual_in_fp32": config["residual_in_fp32"],
+        "residual_in_fp32": config.residual_in_fp32,
         "fused_add_norm": True,
         "pad_vocab_size_multiple": 1,  # vocab_size counts the rows that are there, padding included
-        "tie_embeddings": config["tie_word_embeddings"],
+        "tie_embeddings": config.tie_word_embeddings,
     }
 
 

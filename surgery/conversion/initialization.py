@@ -8,14 +8,16 @@ alone: neither the order nor the number of swapped layers changes a layer's star
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...base.errors import UsageError
+from ...mixers.geometry import GateSpec, MixerGeometry
+from ...mixers.start import start_projections, start_scale
 from ..measure.profile import LayerCalibration
 
 IDENTITY_SCALE = 1e-7
@@ -34,9 +36,8 @@ class StartContext:
 
     Attributes:
         layer: number of the layer.
-        hidden_size, num_heads: D and H.
-        rank, groups: R, and g importances per head.
-        scale_form: `abs` or `softplus`.
+        geometry: sizes of the mixer.
+        gate: sizes and form of the importance gate.
         seed: of the plan.
         strength: mean importance growth E[J] / I_prior, for the calibrated start.
         calibration: the layer's statistics from the profile, for the calibrated start.
@@ -44,11 +45,8 @@ class StartContext:
     """
 
     layer: int
-    hidden_size: int
-    num_heads: int
-    rank: int
-    groups: int
-    scale_form: str
+    geometry: MixerGeometry
+    gate: GateSpec
     seed: int
     strength: float | None = None
     calibration: LayerCalibration | None = None
@@ -60,9 +58,11 @@ class StartContext:
         return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
-@dataclass(frozen=True)
-class Start:
-    """The new parameters of one layer, fp32: down [R, D], up [H g, R], scale [H] (s, not f(s)), log_prior [H]."""
+class Start(NamedTuple):
+    """The new parameters of one layer, fp32: down [R, D], up [H g, R], scale [H] (s, not f(s)), log_prior [H].
+
+    In the order of `GateSpec.TENSORS`, their names.
+    """
 
     down: Tensor
     up: Tensor
@@ -79,14 +79,16 @@ def scale_parameter(value: Tensor, form: str) -> Tensor:
 
 
 def paper(context: StartContext) -> Start:
-    """The authors' start: s ~ U(0.1, 1), W_up ~ U(-R^-0.5, R^-0.5), W_down ~ N(0, 0.02), I_prior = 1.
+    """The authors' start, see `mixers.start`.
 
     s is what softplus is applied to, so f(s) lies between 0.74 and 1.31; another form gets the s of the same f(s).
     """
     generator = context.generator()
     down, up = _random_gate(context, generator)
-    value = torch.nn.functional.softplus(torch.empty(context.num_heads).uniform_(0.1, 1, generator=generator))
-    return Start(down, up, scale_parameter(value, context.scale_form), torch.zeros(context.num_heads))
+    scale = torch.empty(context.geometry.num_heads)
+    start_scale(scale, generator=generator)
+    value = torch.nn.functional.softplus(scale)
+    return Start(down, up, scale_parameter(value, context.gate.scale_form), torch.zeros_like(scale))
 
 
 def identity(context: StartContext) -> Start:
@@ -95,10 +97,11 @@ def identity(context: StartContext) -> Start:
     Raises:
         UsageError: a scale form other than `abs`; softplus has no gradient left at a scale this small.
     """
-    if context.scale_form != "abs":
+    if context.gate.scale_form != "abs":
         raise UsageError("beta_scale_form: the identity start needs abs; a softplus that small cannot leave it")
     down, up = _random_gate(context, context.generator())
-    return Start(down, up, torch.full((context.num_heads,), IDENTITY_SCALE), torch.zeros(context.num_heads))
+    heads = context.geometry.num_heads
+    return Start(down, up, torch.full((heads,), IDENTITY_SCALE), torch.zeros(heads))
 
 
 def calibrated(context: StartContext) -> Start:
@@ -125,8 +128,8 @@ def calibrated(context: StartContext) -> Start:
     prior = growth.pow(-2).mean(1) / growth.reciprocal().mean(1)
     value = strength * prior / (_GATE_MEAN * importance.clamp_min(1e-6))
     _, up = _random_gate(context, context.generator())
-    down = _leading_directions(context.load_in_proj(), context.rank) * (_GATE_INPUT / calibration.input_rms)
-    return Start(down, up, scale_parameter(value, context.scale_form), prior.log().float())
+    down = _leading_directions(context.load_in_proj(), context.gate.rank) * (_GATE_INPUT / calibration.input_rms)
+    return Start(down, up, scale_parameter(value, context.gate.scale_form), prior.log().float())
 
 
 STARTS: dict[str, Callable[[StartContext], Start]] = {
@@ -137,10 +140,10 @@ STARTS: dict[str, Callable[[StartContext], Start]] = {
 
 
 def _random_gate(context: StartContext, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """W_down ~ N(0, 0.02) [R, D] and W_up ~ U(-R^-0.5, R^-0.5) [H g, R]."""
-    bound = 1 / math.sqrt(context.rank)
-    down = torch.empty(context.rank, context.hidden_size).normal_(0, 0.02, generator=generator)
-    up = torch.empty(context.num_heads * context.groups, context.rank).uniform_(-bound, bound, generator=generator)
+    """W_down [R, D] and W_up [H g, R] of the start of the paper."""
+    shapes = context.gate.shapes(context.geometry.hidden_size, context.geometry.num_heads)
+    down, up = (torch.empty(shapes[name]) for name in GateSpec.TENSORS[:2])
+    start_projections(down, up, generator=generator)
     return down, up
 
 

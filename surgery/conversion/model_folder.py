@@ -6,6 +6,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,102 +16,128 @@ from torch import Tensor
 
 from ...base.console import progress
 from ...base.errors import CheckpointError
-from ...base.files import write_json
-from ..checkpoint.keymap import METAPLASTIC_NAMES, expected_shapes
+from ...base.files import load_json, write_json
+from ...kernels.common.precision import dtype_name
+from ...mixers.geometry import keeps_fp32
 from ..checkpoint.licenses import license_files
 from ..checkpoint.sources import reading, tokenizer_file_name, tokenizer_files
-from ..checkpoint.tokenizer import load_tokenizer
+from ..checkpoint.tokenizer import SPECIAL_TOKEN_IDS, load_tokenizer
+from ..families.mamba2 import Mamba2Config
 from ..measure.profile import Profile
-from ..planning.plan import SHARED_KEYS, Plan
+from ..planning.plan import Plan
 from .initialization import STARTS, Start, StartContext
-from .report import dtype_name
 from .writer import StreamingSafetensorsWriter, TensorSpec, cast
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
 
-FP32_NAMES = ("mixer.A_log", "mixer.dt_bias", "mixer.D", "metaplasticity.beta_scale", "metaplasticity.log_prior")
-"""Endings of the tensors that are stored in fp32 whatever the rest is: decays amplify the rounding of these."""
+
+def output_config(checkpoint: Checkpoint, plan: Plan) -> Mamba2Config:
+    """The output's config: the source's, and what the plan adds."""
+    return replace(
+        checkpoint.config, gate=plan.gate, palimpsa_layers=tuple(sorted({*checkpoint.palimpsa_layers, *plan.layers}))
+    )
 
 
-def output_config(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
-    """Arguments of the output's `PalimpsaMamba2Config`: the source's, and what the plan adds."""
-    swapped = sorted({*checkpoint.palimpsa_layers, *plan.layers})
-    return {**checkpoint.config, **{key: getattr(plan, key) for key in SHARED_KEYS}, "palimpsa_layers": swapped}
-
-
-def output_specs(config: dict[str, Any], dtype: torch.dtype) -> list[TensorSpec]:
-    """Name, shape and dtype of every tensor of the output, in the order of the model."""
+def output_specs(checkpoint: Checkpoint, config: Mamba2Config, dtype: torch.dtype | None = None) -> list[TensorSpec]:
+    """Name, shape and dtype (None: as the checkpoint stores it) of every tensor of the output, in its order."""
     return [
-        TensorSpec(name, shape, torch.float32 if name.endswith(FP32_NAMES) else dtype)
-        for name, shape in expected_shapes(config).items()
+        TensorSpec(name, shape, torch.float32 if keeps_fp32(name) else dtype or checkpoint.tensors[name].dtype)
+        for name, shape in checkpoint.family.shapes(config).items()
     ]
 
 
 def write_weights(
-    checkpoint: Checkpoint, folder: Path, plan: Plan, profile: Profile, specs: list[TensorSpec]
+    checkpoint: Checkpoint,
+    folder: Path,
+    specs: list[TensorSpec],
+    changed: Callable[[str], Tensor | None] = lambda name: None,
 ) -> tuple[str, ...]:
-    """Streams copied, cast and new tensors into `folder`; returns the names of the weight files."""
-    start_of = start_maker(checkpoint, plan, profile)
+    """Streams the tensors of a model into `folder`, one in memory at a time, each in the dtype of its spec.
+
+    Args:
+        checkpoint: where tensors come from; what is stored there as it will be here is copied by the system.
+        folder: where to.
+        specs: what to write.
+        changed: gives the tensors that the checkpoint lacks or has otherwise, None for the others.
+
+    Returns:
+        The names of the weight files.
+    """
     with StreamingSafetensorsWriter(folder, specs) as writer:
         for spec in progress(writer.specs, "writing"):
-            if spec.name not in checkpoint.tensors:
-                writer.write(spec.name, _created(spec.name, start_of).to(spec.dtype))
-                continue
-            as_stored = checkpoint.tensors[spec.name].dtype == spec.dtype
-            extent = checkpoint.extent(spec.name) if as_stored else None
-            checkpoint.check(spec.name)
-            if extent is None or not writer.copy(spec.name, extent):
-                writer.write(spec.name, cast(spec.name, checkpoint.load(spec.name), spec.dtype))
+            tensor = changed(spec.name)
+            if tensor is None:
+                checkpoint.check(spec.name)
+                as_stored = checkpoint.tensors[spec.name].dtype == spec.dtype
+                extent = checkpoint.extent(spec.name) if as_stored else None
+                if extent is not None and writer.copy(spec.name, extent):
+                    continue
+                tensor = checkpoint.load(spec.name)
+            writer.write(spec.name, cast(spec.name, tensor, spec.dtype))
     return tuple(writer.files)
 
 
-def start_maker(checkpoint: Checkpoint, plan: Plan, profile: Profile) -> Callable[[int], Start]:
-    """The new parameters of a layer, computed when asked for; the last layer's are kept."""
-    config = checkpoint.config
+def new_tensors(checkpoint: Checkpoint, plan: Plan, profile: Profile) -> Callable[[str], Tensor | None]:
+    """Gives the new tensors of the plan's layers by name, computed when asked for; the last layer's are kept."""
+    places = {
+        name: (layer, number)
+        for layer in plan.layers
+        for number, name in enumerate(checkpoint.sites[layer].new(plan.gate))
+    }
 
     @lru_cache(maxsize=1)
     def start(layer: int) -> Start:
+        site = checkpoint.sites[layer]
         return STARTS[plan.init](
             StartContext(
                 layer=layer,
-                hidden_size=config["hidden_size"],
-                num_heads=config["num_heads"],
-                rank=plan.beta_rank,
-                groups=plan.beta_groups,
-                scale_form=plan.beta_scale_form,
+                geometry=site.geometry,
+                gate=plan.gate,
                 seed=plan.seed,
                 strength=plan.strength,
                 calibration=profile.layers[layer].calibration,
-                load_in_proj=lambda: checkpoint.load(f"backbone.layers.{layer}.mixer.in_proj.weight"),
+                load_in_proj=lambda: checkpoint.load(site.tensor("in_proj.weight")),
             )
         )
 
-    return start
+    def new(name: str) -> Tensor | None:
+        layer, number = places.get(name, (None, None))
+        return None if layer is None else start(layer)[number]
+
+    return new
 
 
-def _created(name: str, start_of: Callable[[int], Start]) -> Tensor:
-    _, _, layer, rest = name.split(".", 3)
-    start = start_of(int(layer))
-    parts = dict(zip(METAPLASTIC_NAMES, (start.down, start.up, start.scale, start.log_prior), strict=True))
-    return parts[rest.removeprefix("mixer.metaplasticity.")]
+def write_surroundings(
+    checkpoint: Checkpoint, folder: Path, config: Mamba2Config, dtype: torch.dtype, *, own: bool = False
+) -> None:
+    """config.json, the bundled code, tokenizer and generation config.
 
-
-def write_surroundings(checkpoint: Checkpoint, folder: Path, config: dict[str, Any], dtype: torch.dtype) -> None:
-    """config.json with `auto_map`, the bundled code, tokenizer and generation config."""
+    Args:
+        checkpoint: where tokenizer and generation config come from.
+        folder: where to.
+        config: of the model in `folder`.
+        dtype: that most of its weights are stored in.
+        own: keep the config.json of a checkpoint in our layout, which may have keys that this package does not read;
+            only its dtype and what its tokenizer settles are written anew.
+    """
     from transformers import GenerationConfig
 
-    from ...modeling.bundle import auto_map, bundle_remote_code
-    from ...modeling.palimpsa_mamba2.configuration_palimpsa_mamba2 import PalimpsaMamba2Config
+    from ...modeling.bundle import bundle_remote_code, remote_code_keys
 
-    model_config = PalimpsaMamba2Config(
-        **config, architectures=["PalimpsaMamba2ForCausalLM"], dtype=dtype_name(dtype), auto_map=auto_map()
-    )
-    model_config.save_pretrained(folder)
+    stated = {**remote_code_keys(), "dtype": dtype_name(dtype)}
+    if own:
+        ids = {key: number for key in SPECIAL_TOKEN_IDS if (number := getattr(config, key)) is not None}
+        content = {**load_json(checkpoint.path / "config.json"), **ids, **stated}
+        content.pop("torch_dtype", None)
+        write_json(folder / "config.json", content)
+    else:
+        model_config = checkpoint.family.model_config(config, **stated)
+        model_config.save_pretrained(folder)
+        if checkpoint.generation_config is None:
+            GenerationConfig.from_model_config(model_config).save_pretrained(folder)
     bundle_remote_code(folder)
     copy_companions(checkpoint, folder)
-    if checkpoint.generation_config is None:
-        GenerationConfig.from_model_config(model_config).save_pretrained(folder)
 
 
 def copy_companions(checkpoint: Checkpoint, folder: Path) -> None:

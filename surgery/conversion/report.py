@@ -8,6 +8,7 @@ import torch
 from pydantic import Field, model_validator
 
 from ...base.schemas import StrictModel, StrictPart
+from ...kernels.common.precision import dtype_name
 from ..checkpoint.keymap import translate
 
 if TYPE_CHECKING:
@@ -115,11 +116,6 @@ class ConversionReport(StrictModel):
             f"metaplasticity off, {check.compared}": f"{check.off_error:.2e}",
             f"metaplasticity on, {check.compared}": f"{check.on_error:.2e}",
         }
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` as `bfloat16`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def account(checkpoint: Checkpoint, specs: list[TensorSpec]) -> TensorAccounts:

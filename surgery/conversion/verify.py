@@ -25,11 +25,13 @@ from torch import Tensor, nn
 from ...base.console import progress
 from ...base.errors import PalimpsaError, UsageError, VerificationError
 from ...base.text import token_windows
+from ...mixers.geometry import GateSpec
 from ..checkpoint.tokenizer import open_tokenizer
-from ..planning.plan import SHARED_KEYS, Plan
+from ..planning.plan import Plan
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
+    from ..families.base import Site
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +40,7 @@ OFF_LIMIT, ON_LIMIT = 1e-5, 1e-4
 TOKENS = 300
 """Tokens compared: more than one chunk of 256, and no multiple of anything."""
 
-SURGERY_KEYS = ("palimpsa_layers", *SHARED_KEYS)
+SURGERY_KEYS = ("palimpsa_layers", *GateSpec.KEYS)
 """What a conversion may change in the config."""
 
 _PIECE = 2**22
@@ -141,10 +143,11 @@ def verify_tensors(checkpoint: Checkpoint, folder: Path) -> int:
     from ..checkpoint.checkpoint import open_checkpoint
 
     written = open_checkpoint(folder)
-    for key, value in checkpoint.config.items():
-        if key not in SURGERY_KEYS and written.config.get(key) != value:
+    found = written.config.arguments()
+    for key, value in checkpoint.config.arguments().items():
+        if key not in SURGERY_KEYS and found[key] != value:
             raise VerificationError(
-                f"config.json:{key}: {written.config.get(key)} was written, the source has {value}; nothing was kept"
+                f"config.json:{key}: {found[key]} was written, the source has {value}; nothing was kept"
             )
     for name in progress(list(checkpoint.tensors), "checking tensors"):
         if name not in written.tensors:
@@ -177,21 +180,20 @@ def verify_layers(checkpoint: Checkpoint, folder: Path, plan: Plan) -> dict[int,
     Returns:
         (error with metaplasticity off, error with it on) by layer.
     """
-    from ...modeling.mixers.metaplasticity import metaplasticity_off
-    from ...modeling.mixers.mixer import Mamba2Mixer, PalimpsaMixer
-    from ...modeling.palimpsa_mamba2.configuration_palimpsa_mamba2 import PalimpsaMamba2Config
+    from ...mixers.metaplasticity import metaplasticity_off
+    from ...mixers.mixer import Mamba2Mixer, PalimpsaMixer
     from ..checkpoint.checkpoint import open_checkpoint
 
     written = open_checkpoint(folder)
-    source_geometry = PalimpsaMamba2Config(**checkpoint.config).mixer_geometry()
-    geometry = PalimpsaMamba2Config(**written.config).mixer_geometry()
     errors = {}
     with torch.no_grad():
         for layer in progress(list(plan.layers), "checking layers"):
-            hidden = _layer_input(checkpoint, layer)
-            expected = _mixer(Mamba2Mixer(source_geometry), checkpoint, written, layer)(hidden)
+            site = written.sites[layer]
+            hidden = _layer_input(checkpoint, site)
+            plain = Mamba2Mixer(checkpoint.sites[layer].geometry)
+            expected = _mixer(plain, checkpoint, written, site)(hidden)
             _refuse_not_finite(expected, f"layer {layer}")
-            mixer = _mixer(PalimpsaMixer(geometry), written, written, layer)
+            mixer = _mixer(PalimpsaMixer(site.geometry, site.gate), written, written, site)
             with metaplasticity_off(mixer):
                 off = relative_l2(mixer(hidden), expected)
             on = relative_l2(mixer(hidden), expected)
@@ -201,16 +203,16 @@ def verify_layers(checkpoint: Checkpoint, folder: Path, plan: Plan) -> dict[int,
     return errors
 
 
-def _layer_input(checkpoint: Checkpoint, layer: int) -> Tensor:
+def _layer_input(checkpoint: Checkpoint, site: Site) -> Tensor:
     """[1, TOKENS, D] as a block's norm would give it, from seeded noise; fp32."""
-    weight = checkpoint.load(f"backbone.layers.{layer}.norm.weight").float()
-    noise = torch.randn(1, TOKENS, len(weight), generator=torch.Generator().manual_seed(layer))
+    weight = checkpoint.load(f"{site.norm}.weight").float()
+    noise = torch.randn(1, TOKENS, len(weight), generator=torch.Generator().manual_seed(site.layer))
     return noise * noise.square().mean(-1, keepdim=True).rsqrt() * weight
 
 
-def _mixer(mixer: nn.Module, checkpoint: Checkpoint, written: Checkpoint, layer: int) -> nn.Module:
+def _mixer(mixer: nn.Module, checkpoint: Checkpoint, written: Checkpoint, site: Site) -> nn.Module:
     """The mixer in fp32 with a checkpoint's tensors, rounded to the dtypes that were written."""
-    prefix = f"backbone.layers.{layer}.mixer."
+    prefix = site.tensor("")
     names = [name for name in checkpoint.tensors if name.startswith(prefix)]
     state = {name.removeprefix(prefix): checkpoint.load(name).to(written.tensors[name].dtype).float() for name in names}
     mixer.load_state_dict(state, strict=True, assign=True)
@@ -228,7 +230,6 @@ def verify_logits(
     Returns:
         (error with metaplasticity off, error with it on).
     """
-    from ...modeling.palimpsa_mamba2.modeling_palimpsa_mamba2 import PalimpsaMamba2ForCausalLM
     from ..checkpoint.loading import load_model
 
     source = load_model(checkpoint, dtype=dtype).to(torch.float32)
@@ -238,7 +239,7 @@ def verify_logits(
     for expected in (expected_off, expected_on):
         _refuse_not_finite(expected, "the logits")
     with _quiet_transformers():
-        model = PalimpsaMamba2ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        model = checkpoint.family.model_class().from_pretrained(folder, dtype=torch.float32).eval()
     off = relative_l2(_logits(model, ids, off=True), expected_off)
     on = relative_l2(_logits(model, ids, off=False), expected_on)
     _check(off, on, plan, "the logits")
@@ -260,7 +261,7 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 def _logits(model: nn.Module, ids: Tensor, *, off: bool) -> Tensor:
-    from ...modeling.mixers.metaplasticity import metaplasticity_off
+    from ...mixers.metaplasticity import metaplasticity_off
 
     with torch.no_grad(), metaplasticity_off(model) if off else nullcontext():
         return model(input_ids=ids, use_cache=False).logits
@@ -293,7 +294,7 @@ def _check(off: float, on: float, plan: Plan, what: str) -> None:
 
 def _text(checkpoint: Checkpoint) -> tuple[Tensor, str]:
     """Token ids [1, T] of the embedded text, or seeded ids when there is no tokenizer."""
-    vocabulary = checkpoint.config["vocab_size"]
+    vocabulary = checkpoint.config.vocab_size
     try:
         tokenizer = open_tokenizer(checkpoint)
         windows, about = token_windows(None, tokenizer, tokens=TOKENS, seq_len=TOKENS, vocab_size=vocabulary)

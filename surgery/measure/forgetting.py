@@ -22,6 +22,7 @@ from ...base.console import progress
 from ...base.errors import CheckpointError
 from ...base.text import token_windows
 from ..checkpoint.tokenizer import open_tokenizer
+from ..families.registry import mixers
 from .calibration import CalibrationSums
 from .profile import LayerProfile, Profile, rounded
 
@@ -91,21 +92,18 @@ def static_forgetting(checkpoint: Checkpoint) -> Profile:
     Raises:
         CheckpointError: a figure is not finite.
     """
-    config = checkpoint.config
-    low, high = (None if limit is None else float(limit) for limit in config.get("time_step_limit") or (0.0, None))
-    swapped = set(config.get("palimpsa_layers") or ())
     layers = []
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"backbone.layers.{layer}.mixer."
-        strength = checkpoint.load(prefix + "A_log").double().exp()
-        step = nn.functional.softplus(checkpoint.load(prefix + "dt_bias").double()).clamp(low, high)
+    for layer, site in checkpoint.sites.items():
+        strength = checkpoint.load(site.tensor("A_log")).double().exp()
+        step = nn.functional.softplus(checkpoint.load(site.tensor("dt_bias")).double())
+        step = step.clamp(*site.geometry.time_step_limit)
         decay = (strength * step).clamp_min(FLOOR)
         if not bool(decay.isfinite().all()):
             raise CheckpointError(
                 f"{checkpoint.source_id}: layer {layer}: A_log or dt_bias gives a forget rate that is not finite; the "
                 "checkpoint's weights are damaged, copy or download them again"
             )
-        layers.append(_layer_profile(layer, decay, window_of(decay), layer in swapped))
+        layers.append(_layer_profile(layer, decay, window_of(decay), site.gate is not None))
     return Profile(method="static", source=checkpoint.source_id, fingerprint=checkpoint.fingerprint, layers=layers)
 
 
@@ -125,20 +123,20 @@ def measure_forgetting(
     Returns:
         One entry for each layer.
     """
-    mixers = [block.mixer for block in model.backbone.layers]
-    sums = [ForgettingSums(mixer, calibrate) for mixer in mixers]
-    device = model.backbone.embeddings.weight.device
+    found = mixers(model)
+    sums = {layer: ForgettingSums(mixer, calibrate) for layer, mixer in found.items()}
+    device = model.get_input_embeddings().weight.device
     training = model.training
     model.eval()
     try:
         with torch.no_grad(), progress(len(windows), "measuring") as bar:
             for ids, real in _batches(windows, batch_size, device):
-                with _watching(mixers, sums, real):
-                    model.backbone(input_ids=ids, attention_mask=real.long(), use_cache=False)
+                with _watching(found, sums, real):
+                    model.get_decoder()(input_ids=ids, attention_mask=real.long(), use_cache=False)
                 bar.advance(len(ids))
     finally:
         model.train(training)
-    return [layer_sums.result(layer) for layer, layer_sums in enumerate(sums)]
+    return [layer_sums.result(layer) for layer, layer_sums in sums.items()]
 
 
 def _batches(windows: Sequence[np.ndarray], batch_size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
@@ -153,12 +151,12 @@ def _batches(windows: Sequence[np.ndarray], batch_size: int, device: torch.devic
 
 
 @contextmanager
-def _watching(mixers: Sequence[nn.Module], sums: Sequence[ForgettingSums], real: Tensor) -> Iterator[None]:
+def _watching(mixers: dict[int, nn.Module], sums: dict[int, ForgettingSums], real: Tensor) -> Iterator[None]:
     """Hooks on every mixer's input projection, removed when the block ends, however it ends."""
     hooks = []
     try:
-        for mixer, layer_sums in zip(mixers, sums, strict=True):
-            hooks.append(mixer.in_proj.register_forward_hook(_hook(mixer, layer_sums, real)))
+        for layer, mixer in mixers.items():
+            hooks.append(mixer.in_proj.register_forward_hook(_hook(mixer, sums[layer], real)))
         yield
     finally:
         for hook in hooks:
@@ -226,7 +224,7 @@ def measure(
         tokens=tokens,
         seq_len=seq_len,
         seed=seed,
-        vocab_size=checkpoint.config["vocab_size"],
+        vocab_size=checkpoint.config.vocab_size,
     )
     logger.info("measuring %s on %d tokens of %s", checkpoint.source_id, about["tokens"], about["data"])
     model = load_model(checkpoint, dtype=torch.float32, device=device)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...base.console import counted, human_count
+from ...kernels.common.precision import dtype_name
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.licenses import license_text
 from ..checkpoint.sources import tokenizer_file_name
@@ -28,7 +29,6 @@ _GEOMETRY = (
     "residual_in_fp32",
     "time_step_limit",
 )
-_SWAPPED_KEYS = ("beta_rank", "beta_groups", "beta_scale_form", "train_prior")
 
 
 @dataclass(frozen=True)
@@ -137,29 +137,28 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
     """
     entries = checkpoint.tensors.values()
     dtypes: Counter[str] = Counter()
-    by_layer: Counter[int] = Counter()
     for entry in entries:
-        numbers = math.prod(entry.shape)
-        dtypes[str(entry.dtype).removeprefix("torch.")] += numbers
-        parts = entry.name.split(".")
-        if parts[1] == "layers":
-            by_layer[int(parts[2])] += numbers
+        dtypes[dtype_name(entry.dtype)] += math.prod(entry.shape)
+    by_layer = {
+        layer: sum(map(math.prod, site.shapes().values())) + site.geometry.hidden_size
+        for layer, site in checkpoint.sites.items()
+    }
     config = checkpoint.config
     return Inspection(
         source=checkpoint.source_id,
         layout=checkpoint.layout,
-        geometry={key: _finite(config[key]) for key in _GEOMETRY},
+        geometry={key: _finite(getattr(config, key)) for key in _GEOMETRY},
         parameters=sum(dtypes.values()),
         bytes=sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries),
         dtypes=dict(dtypes.most_common()),
-        tied=config["tie_word_embeddings"],
+        tied=config.tie_word_embeddings,
         files=tuple(sorted({entry.file for entry in entries})),
         tokenizer_files=tuple(map(tokenizer_file_name, checkpoint.tokenizer_files)),
         fingerprint=checkpoint.fingerprint,
         license=checkpoint.license,
         base_model=checkpoint.base_model,
         swapped_layers=checkpoint.palimpsa_layers,
-        swapped_geometry={key: config[key] for key in _SWAPPED_KEYS if key in config},
+        swapped_geometry=config.gate.keys() if config.gate else {},
         layers=tuple(
             LayerFigures(figures.layer, figures.swapped, figures.rate, figures.window, by_layer[figures.layer])
             for figures in static_forgetting(checkpoint).layers

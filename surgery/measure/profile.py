@@ -126,18 +126,19 @@ class Profile(StrictModel):
                 f"profile.json:fingerprint: the profile was measured on {self.source} ({self.fingerprint[:12]}), not "
                 f"on {checkpoint.source_id} ({checkpoint.fingerprint[:12]}); measure this checkpoint again"
             )
-        layers, heads = checkpoint.config["num_hidden_layers"], checkpoint.config["num_heads"]
+        layers = checkpoint.num_layers
         if len(self.layers) != layers:
             raise SchemaError(
                 f"profile.json:layers: lists {counted(len(self.layers), 'layer')}, {checkpoint.source_id} has "
                 f"{layers}; measure this checkpoint again"
             )
-        odd = next((layer for layer in self.layers if len(layer.head_rate) != heads), None)
-        if odd is not None:
-            raise SchemaError(
-                f"profile.json:layers.{odd.layer}.head_rate: lists {counted(len(odd.head_rate), 'head')}, "
-                f"{checkpoint.source_id} has {heads}; measure this checkpoint again"
-            )
+        for layer in self.layers:
+            heads = checkpoint.sites[layer.layer].geometry.num_heads
+            if len(layer.head_rate) != heads:
+                raise SchemaError(
+                    f"profile.json:layers.{layer.layer}.head_rate: lists {counted(len(layer.head_rate), 'head')}, "
+                    f"{checkpoint.source_id} has {heads}; measure this checkpoint again"
+                )
 
 
 def rounded(values: list[float]) -> list[float]:

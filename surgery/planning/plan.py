@@ -12,6 +12,7 @@ from ...base.console import counted
 from ...base.errors import SchemaError, UsageError
 from ...base.files import write_text
 from ...base.schemas import StrictModel, current_version, dump_yaml, option_name, read_model, validate_model
+from ...mixers.geometry import SCALE_FORMS, GateSpec
 from ..measure.profile import Profile
 from .strategies import DEFAULT_RULE, RULES, check_rule, choose_layers
 
@@ -25,7 +26,6 @@ DEFAULT_STRENGTH = 0.1
 DEFAULT_FORMS = {"identity": "abs", "calibrated": "abs", "paper": "softplus"}
 OPTIONS = ("layers", "rule", "init", "strength", "beta_rank", "beta_groups", "seed")
 """Keys that the command line has an option for."""
-SHARED_KEYS = ("beta_rank", "beta_groups", "beta_scale_form", "train_prior")
 Whole = Annotated[int, Field(strict=True)]
 """YAML's true is no 1."""
 Index = Annotated[Whole, Field(ge=0)]
@@ -58,7 +58,7 @@ class Plan(StrictModel):
     strength: Annotated[Annotated[float, Field(gt=0, le=10, strict=True)] | None, Field(validate_default=True)] = None
     beta_rank: Annotated[Whole, Field(ge=1)]
     beta_groups: Annotated[Whole, Field(ge=1)]
-    beta_scale_form: Literal["abs", "softplus"] = "abs"
+    beta_scale_form: Literal[SCALE_FORMS] = "abs"
     train_prior: StrictBool = True
     seed: Annotated[Whole, Field(ge=0, lt=2**63)] = 0
     reasons: dict[int, str] = Field(default_factory=dict)
@@ -102,6 +102,11 @@ class Plan(StrictModel):
             object.__setattr__(self, "reasons", kept)
         return self
 
+    @property
+    def gate(self) -> GateSpec:
+        """The importance gate of the layers, as one object."""
+        return GateSpec.of(self)
+
     def check_source(self, checkpoint: Checkpoint, where: str = "plan.yaml") -> None:
         """Raises unless the plan was made for this checkpoint and can be carried out on it.
 
@@ -122,20 +127,13 @@ class Plan(StrictModel):
 
     def _misfits(self, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
         """The keys that this checkpoint cannot have as they are, each with what is wrong."""
-        config = checkpoint.config
-        swapped = tuple(config.get("palimpsa_layers") or ())
-        for fault in _bad_layers(self.layers, config["num_hidden_layers"], swapped):
+        for fault in _bad_layers(self.layers, checkpoint):
             yield "layers", fault
-        if config["head_dim"] % self.beta_groups:
-            yield "beta_groups", f"{self.beta_groups} does not divide head_dim {config['head_dim']}; choose a divisor"
-        if self.beta_rank > config["hidden_size"]:
-            yield (
-                "beta_rank",
-                f"{self.beta_rank} is more than hidden_size {config['hidden_size']}; choose a smaller rank",
-            )
-        for key in SHARED_KEYS if swapped else ():
-            mine, theirs = getattr(self, key), config[key]
-            if mine != theirs:
+        for site in (checkpoint.sites[layer] for layer in self.layers):
+            yield from self.gate.misfits(site.geometry.hidden_size, site.geometry.head_dim)
+        own = checkpoint.config.gate.keys() if checkpoint.palimpsa_layers else {}
+        for key, theirs in own.items():
+            if (mine := getattr(self, key)) != theirs:
                 yield (
                     key,
                     f"{mine} differs from {theirs}, which the swapped layers of {checkpoint.source_id} have; one model "
@@ -169,8 +167,9 @@ def parse_layers(text: str) -> int | tuple[int, ...]:
     return numbers
 
 
-def _bad_layers(layers: Sequence[int], num_layers: int, swapped: Sequence[int]) -> Iterator[str]:
+def _bad_layers(layers: Sequence[int], checkpoint: Checkpoint) -> Iterator[str]:
     """What is wrong with each layer that the model has not, or that is Palimpsa-M already."""
+    num_layers, swapped = checkpoint.num_layers, checkpoint.palimpsa_layers
     for layer in layers:
         if layer >= num_layers:
             yield f"layer {layer}: the model has {counted(num_layers, 'layer')}, 0 to {num_layers - 1}"
@@ -202,18 +201,14 @@ def make_plan(
         rule: a key of `strategies.RULES`.
         init: `identity`, `calibrated` or `paper`.
         strength: mean importance growth of the calibrated start, `DEFAULT_STRENGTH` when None.
-        beta_rank: default hidden_size / 16, at least 1; a converted source's own when it has one.
-        beta_groups: default head_dim (the paper's: one importance gate per channel).
-        beta_scale_form: default by start, `abs` (identity, calibrated) or `softplus` (paper).
-        train_prior: default true.
+        beta_rank, beta_groups, beta_scale_form, train_prior: as in `GateSpec.complete`; by default a converted
+            source's own, and the scale form by start: `abs` (identity, calibrated) or `softplus` (paper).
         seed: of random draws: the rule `random`, and the starts.
 
     Raises:
         UsageError: layers that do not exist or are swapped, a count without a profile, options that contradict.
         SchemaError: a profile of another checkpoint.
     """
-    config = checkpoint.config
-    swapped = tuple(config.get("palimpsa_layers") or ())
     check_rule(rule)
     if profile is not None:
         profile.check_source(checkpoint)
@@ -225,16 +220,16 @@ def make_plan(
         choice = choose_layers(profile, layers, rule, seed=seed)
         rule, layers, reasons = choice.rule, choice.layers, choice.reasons
     else:
-        for fault in _bad_layers(layers, config["num_hidden_layers"], swapped):
+        for fault in _bad_layers(layers, checkpoint):
             raise UsageError(f"--layers: {fault}")
         rule, reasons = EXPLICIT, {layer: _asked_for(profile, layer) for layer in layers}
     if init == "calibrated" and strength is None:
         strength = DEFAULT_STRENGTH
-    inherited = config if swapped else {}
-
-    def default(value: object, key: str, otherwise: object) -> object:
-        return value if value is not None else inherited.get(key, otherwise)
-
+    said = (beta_rank, beta_groups, beta_scale_form, train_prior)
+    gate = {key: value for key, value in zip(GateSpec.KEYS, said, strict=True) if value is not None}
+    inherited = checkpoint.config.gate.keys() if checkpoint.palimpsa_layers else {}
+    usual = inherited or {"beta_scale_form": DEFAULT_FORMS.get(init)}
+    geometry = next(iter(checkpoint.sites.values())).geometry
     values = {
         "source": checkpoint.source_id,
         "fingerprint": checkpoint.fingerprint,
@@ -242,10 +237,7 @@ def make_plan(
         "layers": tuple(layers),
         "init": init,
         "strength": strength,
-        "beta_rank": default(beta_rank, "beta_rank", max(1, config["hidden_size"] // 16)),
-        "beta_groups": default(beta_groups, "beta_groups", config["head_dim"]),
-        "beta_scale_form": default(beta_scale_form, "beta_scale_form", DEFAULT_FORMS.get(init, "abs")),
-        "train_prior": default(train_prior, "train_prior", True),
+        **GateSpec.complete(geometry.hidden_size, geometry.head_dim, **(usual | gate)).keys(),
         "seed": seed,
         "reasons": reasons,
     }

@@ -1,9 +1,8 @@
-"""A tiny model whose importance gates really matter, and an oracle that shares no code with it."""
+"""An oracle that shares no code with the model."""
 
 import pytest
 import torch
 from palimpsa_surgery.modeling import PalimpsaMamba2ForCausalLM
-from tiny import make_lively_model, make_tiny_config
 
 
 def _softplus(x):
@@ -72,28 +71,5 @@ def oracle_logits(model: PalimpsaMamba2ForCausalLM, ids: torch.Tensor) -> torch.
 
 
 @pytest.fixture
-def tiny_config():
-    return make_tiny_config
-
-
-@pytest.fixture
-def lively_model():
-    """Makes a model from `tiny_config` arguments."""
-    return lambda seed=0, **over: make_lively_model(make_tiny_config(**over), seed)
-
-
-@pytest.fixture
 def oracle():
     return oracle_logits
-
-
-@pytest.fixture
-def rel():
-    """Relative L2 distance of `a` from `b`."""
-    return lambda a, b: ((a.double() - b.double()).norm() / b.double().norm()).item()
-
-
-@pytest.fixture
-def ids():
-    """Two sequences of token ids [2, 37]; neither padding nor end of text among them."""
-    return torch.randint(3, 53, (2, 37), generator=torch.Generator().manual_seed(5))

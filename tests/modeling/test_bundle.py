@@ -120,7 +120,7 @@ def test_the_files_are_flat_and_never_name_the_package(tmp_path):
         "base_errors.py",
         "kernels_metaplastic_scan.py",
         "kernels_metaplastic_torch_chunk.py",
-        "geometry.py",
+        "mixers_geometry.py",
     } <= set(names)
     for name in names:
         tree = ast.parse((tmp_path / name).read_text())
@@ -152,12 +152,12 @@ def test_auto_map_names_classes_that_are_there(tmp_path):
 @pytest.mark.parametrize(
     ("module", "source", "expected"),
     [
-        ("modeling.mixers.mixer", "from .geometry import A\n", "from .geometry import A\n"),
-        ("modeling.mixers.mixer", "from ...base.errors import A, B\n", "from .base_errors import A, B\n"),
-        ("modeling.palimpsa_mamba2.outputs", "from ..mixers.states import A\n", "from .states import A\n"),
+        ("mixers.mixer", "from .geometry import A\n", "from .mixers_geometry import A\n"),
+        ("mixers.mixer", "from ..base.errors import A, B\n", "from .base_errors import A, B\n"),
+        ("modeling.palimpsa_mamba2.outputs", "from ...mixers.states import A\n", "from .mixers_states import A\n"),
         (
-            "modeling.mixers.mixer",
-            "from ...kernels.metaplastic.scan import (\n    a,\n    b,\n)\n",
+            "mixers.mixer",
+            "from ..kernels.metaplastic.scan import (\n    a,\n    b,\n)\n",
             "from .kernels_metaplastic_scan import (\n    a,\n    b,\n)\n",
         ),
         ("kernels.backends", "from .conv.causal_conv import a\n", "from .kernels_conv_causal_conv import a\n"),
@@ -192,6 +192,7 @@ def test_flatten(module, source, expected):
 
 
 def test_flat_names():
-    assert flat_name("modeling.mixers.geometry") == "geometry"
+    assert flat_name("mixers.geometry") == "mixers_geometry"
+    assert flat_name("modeling.palimpsa_mamba2.outputs") == "outputs"
     assert flat_name("kernels.backends") == "kernels_backends"
     assert flat_name("kernels.conv.triton_conv") == "kernels_conv_triton_conv"

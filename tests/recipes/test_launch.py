@@ -10,7 +10,6 @@ import pytest
 import torch
 from palimpsa_surgery.base.errors import UsageError
 from palimpsa_surgery.recipes.launch import find_config, launch_command, launched_processes, main, shipped_configs
-from palimpsa_surgery.recipes.training import saving as export
 from palimpsa_surgery.recipes.training.finetune import finetune
 from palimpsa_surgery.recipes.training.metrics import read_metrics
 from palimpsa_surgery.recipes.training.recipe import dump_recipe, load_recipe
@@ -115,7 +114,7 @@ def constant(recipe):
 
 def test_two_processes_are_one(model_folder, constant, tmp_path, monkeypatch):
     pytest.importorskip("accelerate")
-    monkeypatch.setattr(export, "bundle_remote_code", lambda folder: ())
+    monkeypatch.setattr("palimpsa_surgery.modeling.bundle.bundle_remote_code", lambda folder: ())
     one = finetune(model_folder, constant, tmp_path / "one")
     file = tmp_path / "recipe.yaml"
     file.write_text(dump_recipe(load_recipe(constant)))
@@ -142,7 +141,7 @@ def test_two_processes_are_one(model_folder, constant, tmp_path, monkeypatch):
 
 
 def test_a_sharded_model_trains_resumes_and_is_saved_as_one(model_folder, constant, tmp_path, monkeypatch):
-    monkeypatch.setattr(export, "bundle_remote_code", lambda folder: ())
+    monkeypatch.setattr("palimpsa_surgery.modeling.bundle.bundle_remote_code", lambda folder: ())
     constant = {**constant, "steps": 3, "save_every": 1, "eval_every": 1, "keep": 3}
     one = finetune(model_folder, constant, tmp_path / "one")
     file, out = tmp_path / "recipe.yaml", tmp_path / "two"

@@ -123,7 +123,7 @@ def test_what_is_pushed_is_the_source_of_another_surgery(server, model, tmp_path
     ours = AutoModelForCausalLM.from_pretrained(REPO, dtype=torch.float32)
     assert type(ours).__module__.startswith("palimpsa_surgery."), "with the package, its own class and no flag"
     assert torch.equal(ours(IDS).logits, load_model(model, dtype=torch.float32)(IDS).logits)
-    report = convert(REPO, tmp_path / "again", layers=(2,), beta_rank=found.config["beta_rank"], **shared(found))
+    report = convert(REPO, tmp_path / "again", layers=(2,), beta_rank=found.config.gate.rank, **shared(found))
     assert report.palimpsa_layers == (1, 2)
     assert f"base_model: {REPO}" in (tmp_path / "again" / "README.md").read_text()
 
@@ -133,9 +133,9 @@ def shared(checkpoint):
     return {
         "init": "paper",
         "verify": "layers",
-        "beta_groups": checkpoint.config["beta_groups"],
-        "beta_scale_form": checkpoint.config["beta_scale_form"],
-        "train_prior": checkpoint.config["train_prior"],
+        "beta_groups": checkpoint.config.gate.groups,
+        "beta_scale_form": checkpoint.config.gate.scale_form,
+        "train_prior": checkpoint.config.gate.train_prior,
     }
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ....modeling.mixers.importance import ImportanceRecorder, LayerImportance
-from ....modeling.mixers.states import LayerStates
+from ....mixers.importance import ImportanceRecorder, LayerImportance
+from ....mixers.states import LayerStates
+from ....surgery.families.registry import mixers
 from .plots import draw_heads
 from .streaming import piece_bounds
 from .suite import EvalOptions, EvalText, Measurement, Subject, SuiteResult
@@ -56,14 +57,13 @@ def _at_lengths(subject: Subject, window: np.ndarray, options: EvalOptions) -> d
     J is read where the state after a piece of text is kept, in the cache.
     """
     ids = subject.tensor(window).unsqueeze(0)
-    mixers = {layer: block.mixer for layer, block in enumerate(subject.model.backbone.layers)}
-    swapped = {layer: mixer for layer, mixer in mixers.items() if hasattr(mixer, "metaplasticity")}
+    swapped = {layer: mixer for layer, mixer in mixers(subject.model).items() if hasattr(mixer, "metaplasticity")}
     if not swapped:
         return {}
     wanted = {*options.lengths, len(window)}
     cache, found = None, {}
     for start, stop in piece_bounds(len(window), options.chunk, options.lengths):
-        cache = subject.model.backbone(input_ids=ids[:, start:stop], cache=cache, use_cache=True).cache
+        cache = subject.model.get_decoder()(input_ids=ids[:, start:stop], cache=cache, use_cache=True).cache
         if stop in wanted:
             recorder = ImportanceRecorder()
             for layer, mixer in swapped.items():

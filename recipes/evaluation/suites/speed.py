@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from ....modeling.mixers.states import LayerStates
+from ....mixers.states import LayerStates
 from .streaming import stream_logits
 from .suite import EvalOptions, EvalText, Measurement, Subject, SuiteResult
 

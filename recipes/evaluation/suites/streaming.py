@@ -29,11 +29,11 @@ def stream(model: Any, ids: Tensor, chunk: int) -> Iterator[tuple[int, Tensor]]:
     """
     bounds = piece_bounds(ids.shape[1], chunk)
     if len(bounds) == 1:
-        yield 0, model.backbone(input_ids=ids, use_cache=False)[0]
+        yield 0, model.get_decoder()(input_ids=ids, use_cache=False)[0]
         return
     cache = None
     for start, stop in bounds:
-        output = model.backbone(input_ids=ids[:, start:stop], cache=cache, use_cache=True)
+        output = model.get_decoder()(input_ids=ids[:, start:stop], cache=cache, use_cache=True)
         cache = output.cache
         yield start, output[0]
 
@@ -44,7 +44,7 @@ def stream_losses(model: Any, ids: Tensor, chunk: int) -> Tensor:
     losses = torch.empty(ids.shape[0], ids.shape[1] - 1)
     for start, hidden in stream(model, ids[:, :-1], chunk):
         targets = ids[:, start + 1 : start + 1 + hidden.shape[1]]
-        piece = chunked_losses(hidden.flatten(0, 1), model.lm_head, targets.flatten())
+        piece = chunked_losses(hidden.flatten(0, 1), model.get_output_embeddings(), targets.flatten())
         losses[:, start : start + hidden.shape[1]] = piece.view(targets.shape).float().cpu()
     return losses
 

@@ -27,8 +27,8 @@ def test_layers_are_sorted(tiny_config):
         ({"palimpsa_layers": [1, 1]}, "names a layer twice"),
         ({"num_heads": 5, "n_groups": 1}, r"5 \* 8 = 40 but expand \* hidden_size is 2 \* 24 = 48"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"beta_groups": 5}, "beta_groups is 5"),
-        ({"beta_scale_form": "exp"}, "beta_scale_form is 'exp'"),
+        ({"beta_groups": 5}, "config: beta_groups: 5 does not divide head_dim 8"),
+        ({"beta_scale_form": "exp"}, "beta_scale_form: 'exp' is none of"),
     ],
 )
 def test_refusals_name_the_key(tiny_config, over, message):

@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 from palimpsa_surgery.base.errors import UsageError
-from palimpsa_surgery.modeling.mixers.states import tokens_read
+from palimpsa_surgery.mixers.states import tokens_read
 from transformers import DynamicCache, GenerationMixin, StaticCache
 
 CACHE = (

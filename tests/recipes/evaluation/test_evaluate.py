@@ -164,7 +164,7 @@ def test_neither_an_input_nor_a_picture_of_the_users_own_is_replaced(model_folde
         ({"suites": ("loss", "speeed")}, "suite 'speeed' does not exist"),
         ({"suites": ()}, "no suite was asked for"),
         ({"options": {"pears": (2,)}}, "options: there is no pears; expected some of lengths"),
-        ({"dtype": "int8"}, "--dtype int8: expected one of float32"),
+        ({"dtype": "int8"}, "--dtype int8: there is no such dtype; choose one of float32"),
         ({"lengths": (1,)}, "a sequence of 1 token predicts nothing"),
     ],
 )

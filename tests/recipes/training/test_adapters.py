@@ -10,7 +10,6 @@ import pytest
 import torch
 from palimpsa_surgery.base.errors import CheckpointError, OutputExistsError, UsageError
 from palimpsa_surgery.recipes.training import loop, modes
-from palimpsa_surgery.recipes.training import saving as export
 from palimpsa_surgery.recipes.training.adapters import adapter_scale, find_adapter, load_adapter, merge, save_adapter
 from palimpsa_surgery.recipes.training.finetune import finetune
 from palimpsa_surgery.recipes.training.modes import check_coverage, coverage, coverage_table
@@ -29,7 +28,7 @@ IDS = torch.arange(30).view(1, 30)
 @pytest.fixture(autouse=True)
 def without_code(monkeypatch):
     """Bundling the code is tested where it is written."""
-    monkeypatch.setattr(export, "bundle_remote_code", lambda folder: ())
+    monkeypatch.setattr("palimpsa_surgery.modeling.bundle.bundle_remote_code", lambda folder: ())
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from palimpsa_surgery.base.errors import (
     UsageError,
 )
 from palimpsa_surgery.recipes.training import finetune as finetune_module
-from palimpsa_surgery.recipes.training import saving as export
 from palimpsa_surgery.recipes.training.finetune import finetune
 from palimpsa_surgery.recipes.training.metrics import METRICS_VERSION, read_metrics
 from palimpsa_surgery.surgery.checkpoint.checkpoint import open_checkpoint
@@ -31,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 def without_code(request, monkeypatch):
     """Bundling the code is tested where it is written; leaving it out makes these tests twice as fast."""
     if "bundled" not in request.fixturenames:
-        monkeypatch.setattr(export, "bundle_remote_code", lambda folder: ())
+        monkeypatch.setattr("palimpsa_surgery.modeling.bundle.bundle_remote_code", lambda folder: ())
 
 
 @pytest.fixture

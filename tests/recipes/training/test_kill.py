@@ -53,7 +53,7 @@ def uninterrupted(model_folder, text, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def without_code(monkeypatch):
     """The remote code is not written: a second a run, and nothing of it is looked at here."""
-    monkeypatch.setattr(export, "bundle_remote_code", lambda folder: ())
+    monkeypatch.setattr("palimpsa_surgery.modeling.bundle.bundle_remote_code", lambda folder: ())
 
 
 def die() -> None:
@@ -213,13 +213,13 @@ def between_two_steps(name: str) -> None:
 
 
 def in_the_middle_of_the_final_save(name: str) -> None:
-    write = export.write_tensors
+    write = export.write_weights
 
-    def stop(folder, specs, load):
-        write(folder, specs[: len(specs) // 2], load)
+    def stop(checkpoint, folder, specs, changed):
+        write(checkpoint, folder, specs[: len(specs) // 2], changed)
         die()
 
-    export.write_tensors = stop
+    export.write_weights = stop
 
 
 STAGES = {

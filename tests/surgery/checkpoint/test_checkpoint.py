@@ -44,7 +44,7 @@ def test_every_layout_opens_to_the_same_tensors(tmp_path, writer, tied):
     tensors = WRITERS[writer](tmp_path / "any name", tied=tied)
     checkpoint = open_checkpoint(tmp_path / "any name")
     assert checkpoint.layout == writer.split()[0].replace("hf", "hf_mamba2")
-    assert checkpoint.config["tie_word_embeddings"] is tied
+    assert checkpoint.config.tie_word_embeddings is tied
     assert checkpoint.source_id == "any name"
     assert_holds(checkpoint, tensors, tied=tied)
     assert [name.source_name for name in checkpoint.dropped] == ([HEAD] if tied else [])
@@ -54,7 +54,7 @@ def test_both_layouts_give_the_same_config(tmp_path):
     sizes = {"groups": 2, "bias": True, "conv_bias": False, "state": 12}
     pico.write_mamba_ssm(tmp_path / "a", **sizes)
     pico.write_hf(tmp_path / "b", **sizes)
-    one, two = open_checkpoint(tmp_path / "a").config, open_checkpoint(tmp_path / "b").config
+    one, two = (vars(open_checkpoint(tmp_path / name).config) for name in "ab")
     told = {"bos_token_id", "eos_token_id", "pad_token_id", "initializer_range"}
     assert {k: v for k, v in one.items() if k not in told} == {k: v for k, v in two.items() if k not in told}
     assert one["vocab_size"] == 32  # the rows of the embedding, 29 padded to 16s
@@ -74,7 +74,7 @@ def test_a_converted_folder_keeps_its_swapped_layers(tmp_path):
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.layout == "palimpsa_mamba2"
     assert checkpoint.palimpsa_layers == (0, 2)
-    assert checkpoint.config["beta_rank"] == 2
+    assert checkpoint.config.gate.rank == 2
     assert_holds(checkpoint, tensors, tied=True)
 
 
@@ -103,8 +103,8 @@ def test_codestral_alone(tmp_path):
     tensors = pico.write_codestral(tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.layout == "codestral"
-    assert checkpoint.config["num_heads"] == 1
-    assert checkpoint.config["state_size"] == 128
+    assert checkpoint.config.num_heads == 1
+    assert checkpoint.config.state_size == 128
     assert_holds(checkpoint, tensors, tied=False)
 
 
@@ -175,7 +175,7 @@ def without(name):
 def test_a_tied_file_with_one_of_the_two(tmp_path, gone):
     tensors = pico.write_mamba_ssm(tmp_path, edit=without(gone))
     checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.config["tie_word_embeddings"] is True
+    assert checkpoint.config.tie_word_embeddings is True
     assert_holds(checkpoint, tensors, tied=True)
     assert not checkpoint.dropped
 
@@ -190,7 +190,7 @@ def test_a_config_that_says_nothing_and_one_matrix_is_tied_and_noted(tmp_path):
 def test_says_tied_but_the_head_differs(tmp_path, caplog):
     tensors = pico.write_mamba_ssm(tmp_path, tied=False, config={"tie_embeddings": True})
     checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.config["tie_word_embeddings"] is False
+    assert checkpoint.config.tie_word_embeddings is False
     assert_holds(checkpoint, tensors, tied=False)
     assert "their values differ: kept as two matrices" in caplog.text
 
@@ -198,7 +198,7 @@ def test_says_tied_but_the_head_differs(tmp_path, caplog):
 def test_says_untied_but_they_share_storage(tmp_path):
     tensors = pico.write_mamba_ssm(tmp_path, config={"tie_embeddings": False})
     checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.config["tie_word_embeddings"] is True
+    assert checkpoint.config.tie_word_embeddings is True
     assert checkpoint.dropped == ((HEAD, "shares its storage with the embedding"),)
     assert_holds(checkpoint, tensors, tied=True)
 
@@ -206,7 +206,7 @@ def test_says_untied_but_they_share_storage(tmp_path):
 def test_says_untied_and_equal_matrices_stay_two(tmp_path):
     tensors = pico.write_hf(tmp_path, config={"tie_word_embeddings": False})
     checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.config["tie_word_embeddings"] is False
+    assert checkpoint.config.tie_word_embeddings is False
     assert_holds(checkpoint, tensors, tied=False)
 
 
@@ -269,7 +269,7 @@ def test_token_ids_come_from_the_tokenizer_where_the_config_has_none(tmp_path):
     (tmp_path / "a" / "tokenizer.json").write_text(json.dumps(tokenizer))
     (tmp_path / "a" / "tokenizer_config.json").write_text(json.dumps(settings))
     config = open_checkpoint(tmp_path / "a").config
-    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (5, 7, None)
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (5, 7, None)
 
 
 # The fingerprint.
@@ -357,7 +357,7 @@ def test_the_shared_checkpoint(shared):
     checkpoint = open_checkpoint(shared / "checkpoints" / "mamba2-docs-25m")
     assert checkpoint.layout == "mamba_ssm"
     assert checkpoint.dtype == torch.bfloat16
-    assert checkpoint.config["vocab_size"] == 4096
+    assert checkpoint.config.vocab_size == 4096
     assert checkpoint.num_layers == 24
     assert len(checkpoint.tensors) == 218
 

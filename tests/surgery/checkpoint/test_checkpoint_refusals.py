@@ -40,7 +40,7 @@ def test_mamba1_in_the_layout_of_transformers(tmp_path):
 
 def test_an_empty_ssm_cfg_with_mamba2_tensors_opens(tmp_path):
     pico.write_mamba_ssm(tmp_path, width=32, head_dim=64, state=128, config={"ssm_cfg": {}})
-    assert open_checkpoint(tmp_path).config["num_heads"] == 1
+    assert open_checkpoint(tmp_path).config.num_heads == 1
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_no_limit_of_the_step_size_in_every_spelling(tmp_path, limit, read):
     pico.write_hf(tmp_path / "hf", config={"time_step_limit": limit})
     pico.write_mamba_ssm(tmp_path / "ssm", config={"ssm_cfg": {"headdim": 8, "d_state": 8, "dt_limit": limit}})
     for name in ("hf", "ssm"):
-        assert plain_config(tmp_path / name)["time_step_limit"] == read
+        assert plain_config(tmp_path / name).time_step_limit == read
     assert tuple(PalimpsaMamba2Config(time_step_limit=limit).time_step_limit) == read
 
 
@@ -197,7 +197,7 @@ def test_the_step_limit_in_every_spelling(tmp_path, limit):
     pico.write_mamba_ssm(tmp_path / "ssm", config={"ssm_cfg": {"headdim": 8, "d_state": 8, "dt_limit": limit}})
     high = limit[1] if isinstance(limit[1], float) else float("inf")
     for name in ("hf", "ssm"):
-        assert open_checkpoint(tmp_path / name).config["time_step_limit"] == (limit[0], high)
+        assert open_checkpoint(tmp_path / name).config.time_step_limit == (limit[0], high)
 
 
 def test_norm_before_gate_in_an_export_of_transformers_has_no_effect_and_is_noted(tmp_path):
@@ -325,7 +325,7 @@ def list_the_head(folder, **kind):
 def test_an_index_may_list_the_head_that_is_stored_as_the_embedding(tmp_path):
     tensors = list_the_head(tmp_path)
     checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.config["tie_word_embeddings"] is True
+    assert checkpoint.config.tie_word_embeddings is True
     assert set(checkpoint.tensors) == tensors.keys() - {"lm_head.weight"}
 
 
@@ -385,7 +385,7 @@ def refusal(folder):
     """The message of the refusal, None when the folder opens and its config is good for the model; any other error
     fails the test."""
     try:
-        PalimpsaMamba2Config(**open_checkpoint(folder).config)
+        PalimpsaMamba2Config(**open_checkpoint(folder).config.arguments())
     except PalimpsaError as error:
         return str(error)
     return None

@@ -21,10 +21,10 @@ def test_every_tensor_gets_its_name_and_every_layer_is_swapped(tmp_path):
     tensors = write(tmp_path / "theirs")
     found = open_checkpoint(tmp_path / "theirs")
     assert (found.layout, found.palimpsa_layers) == ("meta_mamba2", (0, 1, 2))
-    assert found.config["beta_scale_form"] == "softplus"
-    assert found.config["train_prior"] is False
-    assert (found.config["beta_rank"], found.config["beta_groups"], found.config["num_heads"]) == (2, 8, 4)
-    assert found.config["tie_word_embeddings"]
+    assert found.config.gate.scale_form == "softplus"
+    assert found.config.gate.train_prior is False
+    assert (found.config.gate.rank, found.config.gate.groups, found.config.num_heads) == (2, 8, 4)
+    assert found.config.tie_word_embeddings
     del tensors["lm_head.weight"]
     assert set(found.tensors) == set(tensors)
     for name, tensor in tensors.items():

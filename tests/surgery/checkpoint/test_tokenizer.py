@@ -222,7 +222,7 @@ def test_a_tokenizer_that_was_named_goes_before_the_own_one(tmp_path):
     )
     end = open_tokenizer(named).eos_token_id
     assert end not in (0, 3, 4)
-    assert named.config["eos_token_id"] == end
+    assert named.config.eos_token_id == end
     assert named.generation_config == {"eos_token_id": end, "top_k": 5, "bos_token_id": 0}
     assert [path.parent.name for path in named.tokenizer_files] == ["named"] * 2
 
@@ -232,7 +232,7 @@ def test_an_id_without_a_row_is_not_written(tmp_path):
     pico.write_tokenizer(tmp_path / "source", pad_token="<pad>")
     checkpoint = open_checkpoint(tmp_path / "source")
     assert open_tokenizer(checkpoint).pad_token_id == 4093
-    assert with_tokenizer(checkpoint).config["pad_token_id"] is None
+    assert with_tokenizer(checkpoint).config.pad_token_id is None
 
 
 def test_a_bare_tokenizer_is_read_after_the_conversion_as_before_it(tmp_path):

@@ -14,6 +14,7 @@ import torch
 from palimpsa_surgery.base.errors import CheckpointError, OutputExistsError, SchemaError, UsageError, VerificationError
 from palimpsa_surgery.base.files import load_json
 from palimpsa_surgery.base.text import embedded_checkpoint_path
+from palimpsa_surgery.mixers.geometry import FP32_NAMES
 from palimpsa_surgery.modeling import metaplasticity_off
 from palimpsa_surgery.surgery.checkpoint.checkpoint import open_checkpoint
 from palimpsa_surgery.surgery.checkpoint.loading import load_model
@@ -22,7 +23,6 @@ from palimpsa_surgery.surgery.conversion import convert as conversion
 from palimpsa_surgery.surgery.conversion import model_folder
 from palimpsa_surgery.surgery.conversion.convert import MeasureOptions, convert
 from palimpsa_surgery.surgery.conversion.export import export
-from palimpsa_surgery.surgery.conversion.model_folder import FP32_NAMES
 from palimpsa_surgery.surgery.conversion.report import ConversionReport, TensorAccounts
 from palimpsa_surgery.surgery.measure.forgetting import measure
 from palimpsa_surgery.surgery.measure.profile import read_profile, write_profile

@@ -94,7 +94,7 @@ def test_switched_off_it_is_the_model_with_metaplasticity_off(tmp_path):
 def test_the_limit_of_the_step_size_comes_along(tmp_path, given, read):
     pico.write_hf(tmp_path / "plain", config={"time_step_limit": given})
     out = export(tmp_path / "plain", tmp_path / "out")
-    assert open_checkpoint(out).config["time_step_limit"] == read
+    assert open_checkpoint(out).config.time_step_limit == read
     assert torch.equal(logits(out), logits(tmp_path / "plain"))
 
 
@@ -154,7 +154,7 @@ def test_the_authors_model_becomes_a_folder_of_ours(tmp_path):
     out = export(source, tmp_path / "out", layout="palimpsa_mamba2")
     found = open_checkpoint(out)
     assert (found.layout, found.palimpsa_layers) == ("palimpsa_mamba2", (0, 1, 2))
-    assert found.config["beta_scale_form"] == "softplus"
+    assert found.config.gate.scale_form == "softplus"
     assert torch.equal(logits(out), logits(source))
     assert (found.license, found.base_model) == ("other", "bob/base")
     assert "license_name: odd" in (out / "README.md").read_text()

@@ -6,7 +6,8 @@ import pytest
 import torch
 from palimpsa_surgery.base.errors import UsageError
 from palimpsa_surgery.base.text import embedded_checkpoint_path, token_windows
-from palimpsa_surgery.modeling.mixers.metaplasticity import Metaplasticity
+from palimpsa_surgery.mixers.geometry import GateSpec, MixerGeometry
+from palimpsa_surgery.mixers.metaplasticity import Metaplasticity
 from palimpsa_surgery.surgery.checkpoint.checkpoint import open_checkpoint
 from palimpsa_surgery.surgery.checkpoint.loading import load_model
 from palimpsa_surgery.surgery.checkpoint.tokenizer import load_tokenizer
@@ -16,6 +17,7 @@ from palimpsa_surgery.surgery.measure.forgetting import measure
 from palimpsa_surgery.surgery.measure.profile import LayerCalibration
 
 HEADS, RANK, WIDTH, GROUPS = 4, 6, 24, 8
+GEOMETRY = MixerGeometry(WIDTH, HEADS, 8, 1, 4, 4, False, True, 1e-5, (0.0, math.inf), 16)
 
 
 def weight(seed=0):
@@ -26,11 +28,8 @@ def context(layer=3, *, seed=0, form="abs", strength=0.3, spread=1.0, importance
     calibration = LayerCalibration(input_rms=2.0, importance=[importance] * HEADS, spread=[[spread] * 8] * HEADS)
     return StartContext(
         layer=layer,
-        hidden_size=WIDTH,
-        num_heads=HEADS,
-        rank=RANK,
-        groups=GROUPS,
-        scale_form=form,
+        geometry=GEOMETRY,
+        gate=GateSpec(RANK, GROUPS, form, True),
         seed=seed,
         strength=strength,
         calibration=calibration,
@@ -91,7 +90,7 @@ def test_identity_is_small_and_refuses_the_form_that_cannot_leave_it():
 
 def test_calibrated_needs_statistics():
     with pytest.raises(UsageError, match=r"layer 3 has no calibration statistics; measure the source on text"):
-        STARTS["calibrated"](StartContext(3, WIDTH, HEADS, RANK, GROUPS, "abs", 0, strength=0.3))
+        STARTS["calibrated"](StartContext(3, GEOMETRY, GateSpec(RANK, GROUPS, "abs", True), 0, strength=0.3))
 
 
 def test_calibrated_prior_of_an_even_spread_undoes_the_growth():

@@ -33,7 +33,7 @@ def damage(folder, change):
 
 
 def ids(source):
-    return torch.randint(0, source.config["vocab_size"], (1, 50), generator=torch.Generator().manual_seed(1))
+    return torch.randint(0, source.config.vocab_size, (1, 50), generator=torch.Generator().manual_seed(1))
 
 
 def check_logits(source, plan, folder):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from palimpsa_surgery.base.errors import SchemaError
+from palimpsa_surgery.surgery.families.mamba2 import MAMBA2
 from palimpsa_surgery.surgery.measure.plots import plot_profile
 from palimpsa_surgery.surgery.measure.profile import (
     LayerCalibration,
@@ -85,8 +86,9 @@ def test_numbers_that_are_not_json_are_refused(tmp_path, bad):
 
 
 def checkpoint(fingerprint="ab" * 32, layers=2, heads=2):
-    config = {"num_hidden_layers": layers, "num_heads": heads}
-    return SimpleNamespace(source_id="other", fingerprint=fingerprint, matches=fingerprint.__eq__, config=config)
+    sites = MAMBA2.sites(MAMBA2.config("", {"num_hidden_layers": layers, "num_heads": heads}))
+    matches = fingerprint.__eq__
+    return SimpleNamespace(source_id="other", fingerprint=fingerprint, matches=matches, sites=sites, num_layers=layers)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from palimpsa_surgery.base.errors import SchemaError, UsageError
+from palimpsa_surgery.surgery.families.mamba2 import MAMBA2
 from palimpsa_surgery.surgery.measure.profile import LayerProfile, Profile
 from palimpsa_surgery.surgery.planning.plan import (
     DEFAULT_STRENGTH,
@@ -18,10 +19,17 @@ from palimpsa_surgery.surgery.planning.plan import (
 FINGERPRINT = "ab" * 32
 
 
-def checkpoint(fingerprint=FINGERPRINT, **config):
-    values = {"num_hidden_layers": 6, "hidden_size": 64, "num_heads": 1, "head_dim": 8, "palimpsa_layers": []}
+def checkpoint(fingerprint=FINGERPRINT, **keys):
+    """As much of a checkpoint as a plan asks for."""
+    config = MAMBA2.config("", {"num_hidden_layers": 6, "hidden_size": 64, "num_heads": 1, "head_dim": 8, **keys})
     return SimpleNamespace(
-        source_id="tiny", fingerprint=fingerprint, matches=fingerprint.__eq__, config={**values, **config}
+        source_id="tiny",
+        fingerprint=fingerprint,
+        matches=fingerprint.__eq__,
+        config=config,
+        sites=MAMBA2.sites(config),
+        num_layers=config.num_hidden_layers,
+        palimpsa_layers=config.palimpsa_layers,
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from palimpsa_surgery.base.errors import CheckpointError, DataError, EvaluationError, UsageError
 from palimpsa_surgery.base.text import embedded_checkpoint_path, token_windows
-from palimpsa_surgery.modeling.mixers.importance import record_importance
+from palimpsa_surgery.mixers.importance import record_importance
 from palimpsa_surgery.recipes.evaluation.suites import importance as suite_importance
 from palimpsa_surgery.recipes.evaluation.suites import loss as suite_loss
 from palimpsa_surgery.recipes.evaluation.suites import positions as suite_positions

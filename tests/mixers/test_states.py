@@ -1,7 +1,7 @@
 import pytest
 import torch
 from palimpsa_surgery.base.errors import UsageError
-from palimpsa_surgery.modeling.mixers.states import LayerStates, take_cache
+from palimpsa_surgery.mixers.states import LayerStates, take_cache
 from transformers import DynamicCache
 
 

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ...kernels.common.precision import compute_dtype
-from ...kernels.common.scaling import scale_rows
-from .geometry import MixerGeometry
+from ..kernels.common.precision import compute_dtype
+from ..kernels.common.scaling import scale_rows
+from .geometry import GATE_FP32, GateSpec, MixerGeometry, checked_gate
 from .precision import KeepFp32Mixin
 
 # exp(+-20) is 2e-9 to 5e8: far outside what a state can use, and far inside what fp32 can hold.
@@ -39,24 +39,24 @@ class Metaplasticity(KeepFp32Mixin, nn.Module):
 
     Args:
         geometry: sizes of the mixer this belongs to.
+        gate: sizes and form of the gate; `UsageError` where they do not fit the mixer.
     """
 
-    keep_fp32 = ("beta_scale", "log_prior")
+    keep_fp32 = GATE_FP32
 
-    def __init__(self, geometry: MixerGeometry) -> None:
+    def __init__(self, geometry: MixerGeometry, gate: GateSpec) -> None:
         super().__init__()
-        self.geometry = geometry
-        heads, groups = geometry.num_heads, geometry.beta_groups
-        self.beta_down = nn.Linear(geometry.hidden_size, geometry.beta_rank, bias=False)
-        self.beta_up = nn.Linear(geometry.beta_rank, heads * groups, bias=False)
+        self.spec, heads = checked_gate(gate, geometry), geometry.num_heads
+        self.beta_down = nn.Linear(geometry.hidden_size, gate.rank, bias=False)
+        self.beta_up = nn.Linear(gate.rank, heads * gate.groups, bias=False)
         self.beta_scale = nn.Parameter(torch.zeros(heads, dtype=torch.float32))
-        self.log_prior = nn.Parameter(torch.zeros(heads, dtype=torch.float32), requires_grad=geometry.train_prior)
+        self.log_prior = nn.Parameter(torch.zeros(heads, dtype=torch.float32), requires_grad=gate.train_prior)
         self.plasticity_enabled = True
 
     def scale(self) -> Tensor:
         """f(s), one number a head, [H], never negative."""
         value = self.beta_scale.to(compute_dtype(self.beta_scale))
-        return value.abs() if self.geometry.beta_scale_form == "abs" else nn.functional.softplus(value)
+        return value.abs() if self.spec.scale_form == "abs" else nn.functional.softplus(value)
 
     def prior(self) -> Tensor:
         """I_prior, one number a head, [H], finite and above zero."""
@@ -73,10 +73,10 @@ class Metaplasticity(KeepFp32Mixin, nn.Module):
         Returns:
             beta [B, T, H, g] in the type of `step`, and the prior [H].
         """
-        heads, groups = self.geometry.num_heads, self.geometry.beta_groups
+        shape = (*step.shape, self.spec.groups)
         if not self.plasticity_enabled:
-            return step.new_zeros(*step.shape, groups), step.new_ones(heads)
-        gate = self.beta_up(self.beta_down(hidden)).view(*step.shape[:-1], heads, groups)
+            return step.new_zeros(shape), step.new_ones(step.shape[-1])
+        gate = self.beta_up(self.beta_down(hidden)).view(shape)
         return scale_rows(gate, self.scale() * step, step.dtype, sigmoid=True), self.prior()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...base.errors import UsageError
+from ..base.errors import UsageError
 
 # The cache argument is `cache` in transformers 5.24; 5.17 says `cache_params` or `past_key_values`.
 CACHE_NAMES = ("cache", "cache_params", "past_key_values")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...base.errors import UsageError
+from ..base.errors import UsageError
 
 
 class SequenceLayout(NamedTuple):

@@ -7,7 +7,8 @@ from palimpsa_surgery.modeling import Metaplasticity, metaplasticity_off
 def gate(tiny_config):
     def build(seed=0, **over):
         torch.manual_seed(seed)
-        module = Metaplasticity(tiny_config(**over).mixer_geometry())
+        config = tiny_config(**over)
+        module = Metaplasticity(config.mixer_geometry(), config.gate)
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.normal_()

@@ -15,13 +15,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ...kernels.common.precision import compute_dtype
-from ...kernels.common.scaling import scale_rows
-from ...kernels.conv.causal_conv import causal_conv, causal_conv_step
-from ...kernels.metaplastic.scan import metaplastic_scan, metaplastic_step
-from ...kernels.metaplastic.types import ScanState
-from ...kernels.ssd.mamba2_scan import mamba2_scan, mamba2_step
-from .geometry import MixerGeometry
+from ..kernels.common.precision import compute_dtype
+from ..kernels.common.scaling import scale_rows
+from ..kernels.conv.causal_conv import causal_conv, causal_conv_step
+from ..kernels.metaplastic.scan import metaplastic_scan, metaplastic_step
+from ..kernels.metaplastic.types import ScanState
+from ..kernels.ssd.mamba2_scan import mamba2_scan, mamba2_step
+from .geometry import MIXER_FP32, GateSpec, MixerGeometry
 from .layout import SequenceLayout, reorder
 from .metaplasticity import Metaplasticity
 from .precision import KeepFp32Mixin
@@ -106,7 +106,7 @@ class Mamba2Mixer(KeepFp32Mixin, nn.Module):
         backend: which kernels run the scan, "auto" by default.
     """
 
-    keep_fp32 = ("A_log", "dt_bias", "D")
+    keep_fp32 = MIXER_FP32
 
     def __init__(self, geometry: MixerGeometry, layer_idx: int = 0) -> None:
         super().__init__()
@@ -228,18 +228,23 @@ class PalimpsaMixer(Mamba2Mixer):
 
     Its recurrent state is one tensor [B, H, P + g, N]: M in the first P rows of a head, J in the last g.
 
+    Args:
+        geometry: sizes and limits.
+        gate: sizes and form of the importance gate.
+        layer_idx: this layer's place in the cache.
+
     Attributes:
         importance_observer: called with (layer index, final J, prior) after each scan while statistics are recorded.
     """
 
-    def __init__(self, geometry: MixerGeometry, layer_idx: int = 0) -> None:
+    def __init__(self, geometry: MixerGeometry, gate: GateSpec, layer_idx: int = 0) -> None:
         super().__init__(geometry, layer_idx)
-        self.metaplasticity = Metaplasticity(geometry)
+        self.metaplasticity = Metaplasticity(geometry, gate)
         self.importance_observer: Callable[[int, Tensor, Tensor], None] | None = None
 
     def split_state(self, recurrent: Tensor) -> ScanState:
         """M [B, H, P, N] and J [B, H, g, N] as views of this layer's recurrent state."""
-        return ScanState(*recurrent.split([self.geometry.head_dim, self.geometry.beta_groups], dim=2))
+        return ScanState(*recurrent.split([self.geometry.head_dim, self.metaplasticity.spec.groups], dim=2))
 
     def _gate(self, hidden: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
         return self.metaplasticity(hidden, step)

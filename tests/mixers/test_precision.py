@@ -1,7 +1,7 @@
 import pytest
 import torch
 from palimpsa_surgery.kernels.common.precision import compute_dtype
-from palimpsa_surgery.modeling.mixers.precision import KeepFp32Mixin
+from palimpsa_surgery.mixers.precision import KeepFp32Mixin
 from torch import nn
 
 KEPT = ("A_log", "dt_bias", "mixer.D", "beta_scale", "log_prior")

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from palimpsa_surgery.modeling import Mamba2Mixer, MixerGeometry, PalimpsaMixer, metaplasticity_off
-from palimpsa_surgery.modeling.mixers.mixer import GatedRMSNorm
+from palimpsa_surgery.mixers.mixer import GatedRMSNorm
+from palimpsa_surgery.modeling import GateSpec, Mamba2Mixer, MixerGeometry, PalimpsaMixer, metaplasticity_off
 from safetensors import safe_open
 from torch import nn
 
@@ -23,7 +23,7 @@ def golden():
     with safe_open(GOLDEN, "pt") as file:
         meta = file.metadata()
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    stored = ("hidden_size", "num_heads", "head_dim", "n_groups", "state_size", "beta_rank")
+    stored = ("hidden_size", "num_heads", "head_dim", "n_groups", "state_size")
     geometry = MixerGeometry(
         **{key: int(meta[key]) for key in stored},
         conv_kernel=4,
@@ -32,11 +32,8 @@ def golden():
         norm_eps=1e-5,
         time_step_limit=(0.0, math.inf),
         chunk_size=64,
-        beta_groups=int(meta["head_dim"]),
-        beta_scale_form="softplus",
-        train_prior=False,
     )
-    mixer = PalimpsaMixer(geometry)
+    mixer = PalimpsaMixer(geometry, GateSpec(int(meta["beta_rank"]), geometry.head_dim, "softplus", False))
     prefix = "state_dict."
     weights = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
     mixer.load_state_dict({THEIR_NAMES.get(name, name): tensor for name, tensor in weights.items()})
@@ -54,7 +51,7 @@ def test_golden_layer_of_the_authors(golden, rel, backend):
 
 
 def test_names_of_the_tensors(tiny_config):
-    geometry = tiny_config().mixer_geometry()
+    geometry, gate = tiny_config().mixer_geometry(), tiny_config().gate
     plain = {
         "A_log": (6,),
         "D": (6,),
@@ -66,7 +63,7 @@ def test_names_of_the_tensors(tiny_config):
         "out_proj.weight": (24, 48),
     }
     assert {name: tuple(t.shape) for name, t in Mamba2Mixer(geometry).state_dict().items()} == plain
-    new = set(PalimpsaMixer(geometry).state_dict()) - set(plain)
+    new = set(PalimpsaMixer(geometry, gate).state_dict()) - set(plain)
     assert new == {f"metaplasticity.{n}" for n in ("beta_down.weight", "beta_up.weight", "beta_scale", "log_prior")}
 
 
@@ -115,8 +112,9 @@ def test_initialisation_bounds_of_the_step_do_not_limit_it(tiny_config):
 def test_decays_from_1e_8_to_50_nats_stay_finite_and_ordered(tiny_config, swapped):
     """Six heads that differ only in their decay: the more a head forgets, the less of an old value it gives back."""
     torch.manual_seed(0)
-    kind = PalimpsaMixer if swapped else Mamba2Mixer
-    mixer = kind(tiny_config(n_groups=1).mixer_geometry())
+    config = tiny_config(n_groups=1)
+    geometry = config.mixer_geometry()
+    mixer = PalimpsaMixer(geometry, config.gate) if swapped else Mamba2Mixer(geometry)
     length = 40
     x = torch.zeros(1, length, 6, 8)
     x[:, 0] = 1.0
@@ -138,7 +136,7 @@ def test_decays_from_1e_8_to_50_nats_stay_finite_and_ordered(tiny_config, swappe
 
 
 def test_pads_do_not_reach_the_last_inputs_of_the_convolution(tiny_config):
-    from palimpsa_surgery.modeling.mixers.layout import sequence_layout
+    from palimpsa_surgery.mixers.layout import sequence_layout
 
     conv = Mamba2Mixer(tiny_config().mixer_geometry()).conv1d
     x = torch.arange(1.0, 7.0).view(1, 6, 1).expand(1, 6, 88)
@@ -151,7 +149,8 @@ def test_pads_do_not_reach_the_last_inputs_of_the_convolution(tiny_config):
 
 
 def test_state_is_split_into_views(tiny_config):
-    mixer = PalimpsaMixer(tiny_config(beta_groups=2).mixer_geometry())
+    config = tiny_config(beta_groups=2)
+    mixer = PalimpsaMixer(config.mixer_geometry(), config.gate)
     state = torch.zeros(3, 6, 8 + 2, 10)
     M, J = mixer.split_state(state)
     assert M.shape == (3, 6, 8, 10)

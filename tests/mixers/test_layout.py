@@ -1,7 +1,7 @@
 import pytest
 import torch
 from palimpsa_surgery.base.errors import UsageError
-from palimpsa_surgery.modeling.mixers.layout import reorder, sequence_layout
+from palimpsa_surgery.mixers.layout import reorder, sequence_layout
 
 
 def test_a_plain_batch_has_none():

@@ -1,0 +1,24 @@
+"""The start of the paper: s ~ U(0.1, 1), W_up ~ U(-R^-0.5, R^-0.5), W_down ~ N(0, 0.02), I_prior = 1.
+
+Both who trains from scratch and who converts take it from here. `init` has the functions of `torch.nn.init`: that
+module, or one of transformers that leaves alone what a checkpoint filled. `options` may hold a generator.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def start_projections(down: Tensor, up: Tensor, init: Any = nn.init, **options: Any) -> None:
+    """Fills W_down [R, D] and W_up [H g, R]."""
+    init.normal_(down, 0.0, 0.02, **options)
+    bound = 1 / math.sqrt(up.shape[1])
+    init.uniform_(up, -bound, bound, **options)
+
+
+def start_scale(scale: Tensor, init: Any = nn.init, **options: Any) -> None:
+    """Fills s [H]."""
+    init.uniform_(scale, 0.1, 1.0, **options)

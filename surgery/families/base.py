@@ -1,0 +1,72 @@
+"""What the stages know of a kind of model: where its mixers are, and which tensors it has. One file here a family.
+
+A family is data and a few lines. How the programs that write its files call the tensors and the keys of the config is
+no part of it: that differs by file, not by model, and stands in `checkpoint/` (layouts, names).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ...mixers.geometry import GATE, GateSpec, MixerGeometry
+
+
+@dataclass(frozen=True)
+class Site:
+    """A mixer that is swapped, or may be; layers of attention or MLPs alone have none.
+
+    Attributes:
+        layer: its number in the model.
+        module: path of the mixer in the model, and so what the names of its tensors begin with.
+        norm: path of the norm before it.
+        geometry: the sizes of the source's mixer.
+        gate: of a swapped mixer, else None.
+    """
+
+    layer: int
+    module: str
+    norm: str
+    geometry: MixerGeometry
+    gate: GateSpec | None = None
+
+    def tensor(self, name: str) -> str:
+        """The full name of a tensor of the mixer, such as `A_log`."""
+        return f"{self.module}.{name}"
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Full names and shapes of the mixer's tensors."""
+        return {self.tensor(name): shape for name, shape in self.geometry.shapes(self.gate).items()}
+
+    def new(self, gate: GateSpec) -> dict[str, tuple[int, ...]]:
+        """Full names and shapes of the tensors that a swap adds, in the order of `GateSpec.shapes`."""
+        shapes = gate.shapes(self.geometry.hidden_size, self.geometry.num_heads)
+        return {self.tensor(f"{GATE}.{name}"): shape for name, shape in shapes.items()}
+
+
+class Family(Protocol):
+    """A kind of model.
+
+    Its configs are typed, frozen, and have the names of transformers where a stage asks: the number of layers, the
+    vocabulary, tied or not, special tokens, `palimpsa_layers`, `gate`. What else is asked of a mixer is in its site.
+    Opening must not wait for transformers, so `config`, `sites` and `shapes` import it only where a family cannot
+    know its tensors without building a class on `meta`. A layout refuses more layers than tensors before any of this.
+    """
+
+    name: str
+
+    def config(self, where: str, keys: Mapping[str, Any]) -> Any:
+        """The config of a checkpoint, from keys under transformers' names; `CheckpointError` names the file `where`."""
+
+    def sites(self, config: Any) -> dict[int, Site]:
+        """The mixers by layer, in order."""
+
+    def shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor that is stored, in the order of the files that are written."""
+
+    def model_config(self, config: Any, **more: Any) -> Any:
+        """The config as the class of the model takes it, a `PreTrainedConfig`."""
+
+    def model_class(self) -> type:
+        """The `PreTrainedModel` that runs the model, its swapped layers included."""

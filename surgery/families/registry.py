@@ -1,0 +1,17 @@
+"""The families there are, and the mixers of a model that runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .base import Family
+from .mamba2 import MAMBA2
+
+FAMILIES: dict[str, Family] = {"palimpsa_mamba2": MAMBA2}
+"""By the `model_type` of the models that run."""
+
+
+def mixers(model: Any) -> dict[int, Any]:
+    """The mixers of a model that runs, swapped or not, by layer."""
+    sites = FAMILIES[model.config.model_type].sites(model.config)
+    return {layer: model.get_submodule(site.module) for layer, site in sites.items()}
