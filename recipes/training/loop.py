@@ -58,7 +58,9 @@ def train(run: Training) -> None:
             else:
                 empty += 1
                 _say_empty(step, empty)
-            bar.advance(1, f"{loss}  {done.tokens / seconds:,.0f} tokens/s  {human_bytes(memory_used())}")
+            note = f"{loss}, {done.tokens / seconds:,.0f} tokens/s, {human_bytes(memory_used())}"
+            bar.set_postfix_str(note, refresh=False)
+            bar.update()
             last = step + 1 == total
             if run.validate is not None and (last or (recipe.eval_every and (step + 1) % recipe.eval_every == 0)):
                 record_validation(run, step + 1)

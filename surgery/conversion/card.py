@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from ...base.console import are, counted, listed
+from ...base.console import counted
 from ..checkpoint.licenses import license_text
 from ..measure.profile import Profile
 from ..planning.plan import Plan
@@ -98,7 +98,7 @@ def _summary(facts: CardFacts) -> str:
         return f"A Mamba2 language model{source}, stored in the layout of `palimpsa_mamba2` with no layer swapped."
     count = len(facts.swapped)
     if facts.plan is None:
-        return f"A Mamba2 language model in which {counted(count, 'layer')} {are(count)} Palimpsa-M ([paper]({PAPER}))."
+        return f"A Mamba2 language model with {counted(count, 'Palimpsa-M layer')} ([paper]({PAPER}))."
     source = facts.base_model or facts.plan.source
     layers, was = counted(count, "layer"), "was" if count == 1 else "were"
     groups = counted(facts.plan.beta_groups, "importance")
@@ -121,7 +121,7 @@ def _layers(facts: CardFacts) -> str:
 def _layer_table(facts: CardFacts) -> str:
     if facts.profile is None or facts.plan is None:
         rule = f", listed by hand (rule: {facts.plan.rule})" if facts.plan else ""
-        return f"{listed('Layer', facts.swapped)}{rule}."
+        return f"Layers: {', '.join(map(str, facts.swapped))}{rule}."
     rows = ["| layer | window (tokens) | rate (nats a token) | why |", "| --- | --- | --- | --- |"]
     for layer in facts.swapped:
         figures = facts.profile.layers[layer]

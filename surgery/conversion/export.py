@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base.console import are, counted, listed, progress
+from ...base.console import counted, progress
 from ...base.errors import CheckpointError, UsageError, VerificationError
 from ...base.files import output_folder, refuse_existing, refuse_to_delete, write_json, write_text
 from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
@@ -70,7 +70,7 @@ def export(
     swapped = checkpoint.palimpsa_layers
     if swapped and layout == "mamba_ssm" and not off:
         raise UsageError(
-            f"{checkpoint.source_id}: {listed('layer', swapped)} {are(len(swapped))} Palimpsa-M, for which mamba_ssm's "
+            f"{checkpoint.source_id}: has Palimpsa-M layers ({', '.join(map(str, swapped))}), for which mamba_ssm's "
             "layout has no place; give --off to leave their importance out, which is another function"
         )
     config = {**checkpoint.config, **({"palimpsa_layers": []} if off else {})}

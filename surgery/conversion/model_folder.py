@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...base.console import progress
 from ...base.errors import CheckpointError
 from ...base.files import write_json
 from ..checkpoint.keymap import METAPLASTIC_NAMES, expected_shapes
@@ -24,7 +23,7 @@ from ..measure.profile import Profile
 from ..planning.plan import SHARED_KEYS, Plan
 from .initialization import STARTS, Start, StartContext
 from .report import dtype_name
-from .writer import StreamingSafetensorsWriter, TensorSpec, cast
+from .writer import TensorSpec, write_tensors
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
@@ -49,20 +48,14 @@ def output_specs(config: dict[str, Any], dtype: torch.dtype) -> list[TensorSpec]
 
 def write_weights(
     checkpoint: Checkpoint, folder: Path, plan: Plan, profile: Profile, specs: list[TensorSpec]
-) -> tuple[str, ...]:
-    """Streams copied, cast and new tensors into `folder`; returns the names of the weight files."""
+) -> list[str]:
+    """Writes copied, cast and new tensors into `folder`; returns the names of the weight files."""
     start_of = start_maker(checkpoint, plan, profile)
-    with StreamingSafetensorsWriter(folder, specs) as writer:
-        for spec in progress(writer.specs, "writing"):
-            if spec.name not in checkpoint.tensors:
-                writer.write(spec.name, _created(spec.name, start_of).to(spec.dtype))
-                continue
-            as_stored = checkpoint.tensors[spec.name].dtype == spec.dtype
-            extent = checkpoint.extent(spec.name) if as_stored else None
-            checkpoint.check(spec.name)
-            if extent is None or not writer.copy(spec.name, extent):
-                writer.write(spec.name, cast(spec.name, checkpoint.load(spec.name), spec.dtype))
-    return tuple(writer.files)
+
+    def load(name: str) -> Tensor:
+        return checkpoint.load(name) if name in checkpoint.tensors else _created(name, start_of)
+
+    return write_tensors(folder, specs, load)
 
 
 def start_maker(checkpoint: Checkpoint, plan: Plan, profile: Profile) -> Callable[[int], Start]:
