@@ -66,10 +66,6 @@ def load_json(path: str | Path) -> Any:
         return json.loads(_read_text(path), parse_constant=refuse_constant, object_pairs_hook=refuse_twins)
     except json.JSONDecodeError as error:
         raise SchemaError(f"{path}:{error.lineno}: is not JSON ({error.msg}); write the file again") from error
-    except PalimpsaError:
-        raise
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, a list in a list in a list ...
-        raise SchemaError(f"{path}: is JSON that cannot be read ({_first(error)}); write the file again") from error
 
 
 def load_yaml(path: str | Path) -> Any:
@@ -81,14 +77,6 @@ def load_yaml(path: str | Path) -> Any:
         where = f":{mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)
         raise SchemaError(f"{path}{where}: is not YAML ({problem}); correct that line") from error
-    except PalimpsaError:
-        raise
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:  # such as the date 2024-99-99
-        raise SchemaError(f"{path}: is YAML that cannot be read ({_first(error)}); write the file again") from error
-
-
-def _first(error: Exception) -> str:
-    return str(error).partition(";")[0]
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

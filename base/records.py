@@ -211,10 +211,6 @@ def _parse(text: str, where: str, *, whole_file: bool = False) -> Any:
         raise DataError(
             f"{where}: holds half a character (\\u{ord(half):04x} without its other half); remove it"
         ) from error
-    except RecursionError as error:
-        raise DataError(f"{where}: is JSON nested too deep to be read; correct or remove it") from error
-    except ValueError as error:
-        raise DataError(f"{where}: holds a number of too many digits to be read; shorten or remove it") from error
     return value
 
 

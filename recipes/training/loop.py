@@ -107,10 +107,9 @@ def optimiser_step(run: Training, step: int) -> Step:
     norm = gradient_norm(run.module)
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise TrainingError(_explain(run, step, micro, loss))
-    if recipe.clip is not None and norm > recipe.clip:
-        for parameter in trained_parameters(run.module).values():
-            if parameter.grad is not None:
-                parameter.grad.mul_(recipe.clip / norm)
+    if recipe.clip is not None:
+        trained = trained_parameters(run.module).values()
+        torch.nn.utils.clip_grads_with_norm_(trained, recipe.clip, torch.tensor(norm, device=accelerator.device))
     run.optimizer.step()
     return Step(loss, norm, tokens)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
+from huggingface_hub import EvalResult, ModelCardData
 
 from ...base.console import counted
 from ..checkpoint.licenses import license_text
@@ -41,7 +41,7 @@ class CardFacts:
         terms: `license_name` and `license_link` of the source's card, where its licence is `other`.
         training: how it was fine-tuned, a line for each fact.
         evaluation: the section on an evaluation.
-        model_index: the same as metadata.
+        results: the same as metadata.
         picture: whether `profile.png` is in the folder.
     """
 
@@ -56,7 +56,7 @@ class CardFacts:
     terms: Mapping[str, str] = field(default_factory=dict)
     training: tuple[str, ...] = ()
     evaluation: str = ""
-    model_index: Sequence[Mapping[str, Any]] = ()
+    results: Sequence[EvalResult] = ()
     picture: bool = True
 
 
@@ -77,19 +77,24 @@ def render_card(facts: CardFacts) -> str:
     return "\n".join(parts)
 
 
-def front_matter(values: Mapping[str, object]) -> str:
-    """The YAML block that opens a card."""
-    return f"---\n{yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True)}---"
+def front_matter(name: str, results: Sequence[EvalResult] = (), **values: Any) -> str:
+    """The YAML block that opens the card of a model of that name; values that are None are left out."""
+    if results:
+        values |= {"model_name": name.split("/")[-1], "eval_results": list(results)}
+    return f"---\n{ModelCardData(**values).to_yaml()}\n---"
 
 
 def _front_matter(facts: CardFacts) -> str:
-    values: dict[str, object] = {}
-    if facts.license:
-        values |= {"license": facts.license, **facts.terms}
-    if facts.base_model:
-        values["base_model"] = facts.base_model
-    values |= {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": TAGS}
-    return front_matter({**values, "model-index": list(facts.model_index)} if facts.model_index else values)
+    return front_matter(
+        facts.name,
+        facts.results,
+        license=facts.license,
+        **(facts.terms if facts.license else {}),
+        base_model=facts.base_model,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=TAGS,
+    )
 
 
 def _summary(facts: CardFacts) -> str:

@@ -21,6 +21,7 @@ from ...base.schemas import write_model
 from ..checkpoint.licenses import card_metadata, license_terms
 from ..checkpoint.tokenizer import with_tokenizer
 from ..measure.forgetting import measure, static_forgetting
+from ..measure.plots import plot_profile
 from ..measure.profile import Profile, read_profile, write_profile
 from ..planning.plan import DEFAULT_LAYERS, Plan, make_plan, read_plan, write_plan
 from .card import CardFacts, kept_readme, render_card
@@ -173,8 +174,6 @@ def _write(
     mode: str,
     force: bool,
 ) -> ConversionReport:
-    from ..measure.plots import plot_profile
-
     config = output_config(checkpoint, plan)
     specs = output_specs(config, dtype)
     notes = (*checkpoint.notes, *_rounding_note(checkpoint, specs))

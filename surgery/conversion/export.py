@@ -99,7 +99,7 @@ def _write_mamba_ssm(
     copy_companions(checkpoint, folder)
     if checkpoint.license:
         terms = license_terms(card_metadata(checkpoint.path))
-        write_text(folder / "README.md", front_matter({"license": checkpoint.license, **terms}) + f"\n\n# {name}\n")
+        write_text(folder / "README.md", front_matter(name, license=checkpoint.license, **terms) + f"\n\n# {name}\n")
 
 
 def _write_palimpsa(

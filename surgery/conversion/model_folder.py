@@ -142,10 +142,9 @@ def copy_without_paths(source: Path, target: Path) -> None:
     if source.suffix == ".json" and source.stat().st_size < 2**20:
         try:
             content = json.loads(source.read_text(encoding="utf-8-sig"))
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise CheckpointError(
-                f"{source}: is no JSON in UTF-8 ({str(error).partition(';')[0]}); fetch or write this file of the "
-                "tokenizer again"
+                f"{source}: is no JSON in UTF-8 ({error}); fetch or write this file of the tokenizer again"
             ) from error
         clean = _without_paths(content)
         if clean != content:

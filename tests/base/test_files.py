@@ -30,8 +30,6 @@ def test_json_that_is_not_finite_is_refused_and_the_old_file_stays(tmp_path, val
         (b'{"a": 1, "a": 2}', r"p\.json:a: is given twice"),
         (b'{"a": "\xff"}', r"p\.json: is not UTF-8 text"),
         (b"", r"p\.json:1: is not JSON"),
-        (b"1" * 5000, r"p\.json: is JSON that cannot be read \(Exceeds the limit"),
-        (b"[" * 100_000, r"p\.json: is JSON that cannot be read \(maximum recursion"),
     ],
 )
 def test_faulty_json_names_file_and_line(tmp_path, content, message):
@@ -49,9 +47,6 @@ def test_faulty_json_names_file_and_line(tmp_path, content, message):
         ("x: !!python/object/apply:os.getcwd []", r"p\.yaml:1: is not YAML"),
         ("a: 1\n? [1, 2]\n: 3", r"p\.yaml:2: is not YAML \(a key is a list or a mapping, expected a name\)"),
         ("a:\n  ? {b: 1}\n  : 3", r"p\.yaml:2: is not YAML \(a key is a list or a mapping"),
-        ("a: 2024-99-99", r"p\.yaml: is YAML that cannot be read \(month must be in 1..12"),
-        ("a: " + "1" * 5000, r"p\.yaml: is YAML that cannot be read \(Exceeds the limit"),
-        ("[" * 5000, r"p\.yaml: is YAML that cannot be read \(maximum recursion"),
     ],
 )
 def test_faulty_yaml_names_file_and_line(tmp_path, content, message):
