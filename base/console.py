@@ -6,14 +6,14 @@ import itertools
 import logging
 import os
 import sys
-import time
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence, Sized
-from types import TracebackType
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 _LOGGER_NAME = __package__.rsplit(".", 1)[0] if __package__ else "palimpsa_surgery"
-_REDRAW_SECONDS = 0.1
 Row = TypeVar("Row")
 _settings = {"quiet": False}
 
@@ -41,65 +41,12 @@ def bars_are_drawn() -> bool:
     return not _settings["quiet"] and sys.stderr.isatty()
 
 
-class Progress:
-    """One line on stderr, redrawn at most ten times a second; silent when stderr is not a terminal or with `-q`.
+def progress(items: Iterable[Any] | int, description: str) -> tqdm[Any]:
+    """A bar over `items`, or a context over a number of steps: on stderr, only on a terminal, not with `-q`."""
+    from tqdm import tqdm
 
-    An iterator (`for x in progress(items, "reading")`) or a context (`with progress(100, "training") as bar:
-    bar.advance()`).
-    """
-
-    def __init__(self, items: Iterable[Any] | int | None, description: str) -> None:
-        self._items = items if isinstance(items, Iterable) else None
-        self._total = len(items) if isinstance(items, Sized) else items if isinstance(items, int) else None
-        self._description = description
-        self._done = 0
-        self._note = ""
-        self._started = self._drawn = time.monotonic()
-        self._width = 0
-
-    def __enter__(self) -> Progress:
-        self._started = self._drawn = time.monotonic()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._width:
-            sys.stderr.write("\r" + " " * self._width + "\r")
-            sys.stderr.flush()
-            self._width = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        with self:
-            for item in self._items if self._items is not None else range(self._total or 0):
-                yield item
-                self.advance()
-
-    def advance(self, count: int = 1, note: str = "") -> None:
-        """Counts `count` more as done; `note` is a short text such as the last loss."""
-        self._done += count
-        self._note = note or self._note
-        now = time.monotonic()
-        if bars_are_drawn() and now - self._drawn >= _REDRAW_SECONDS:
-            self._drawn = now
-            self._draw(now - self._started)
-
-    def _draw(self, elapsed: float) -> None:
-        parts = [self._description]
-        if self._total:
-            parts.append(f"{self._done}/{self._total} {100 * self._done // self._total}%")
-            parts.append(f"{human_seconds(elapsed * (self._total - self._done) / max(self._done, 1))} left")
-        else:
-            parts.append(str(self._done))
-        line = "  ".join([*parts, self._note] if self._note else parts)
-        sys.stderr.write("\r" + line.ljust(self._width))
-        sys.stderr.flush()
-        self._width = max(self._width, len(line))
-
-
-def progress(items: Iterable[Any] | int | None, description: str) -> Progress:
-    """A `Progress` over `items`, over a number of steps, or of unknown length (None)."""
-    return Progress(items, description)
+    iterable, total = (None, items) if isinstance(items, int) else (items, None)
+    return tqdm(iterable, total=total, desc=description, leave=False, disable=True if _settings["quiet"] else None)
 
 
 def table(rows: Iterable[Sequence[Any]], headers: Sequence[str]) -> str:
@@ -149,16 +96,6 @@ def shortened(rows: Sequence[Row], group: Callable[[Row], Hashable], most: int) 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
     """(1, 'layer') -> '1 layer'; (3, 'layer') -> '3 layers'. `plural` where it is not the noun with an s."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
-
-
-def listed(noun: str, items: Collection[Any]) -> str:
-    """('layer', [3]) -> 'layer 3'; ('layer', [1, 3]) -> 'layers 1, 3'."""
-    return f"{noun if len(items) == 1 else noun + 's'} {', '.join(map(str, items))}"
-
-
-def are(count: int) -> str:
-    """The verb that goes with a count."""
-    return "is" if count == 1 else "are"
 
 
 def human_bytes(count: float) -> str:

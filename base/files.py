@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 from collections.abc import Hashable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -287,19 +286,6 @@ def output_folder(path: str | Path, *, force: bool = False) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-
-
-@contextlib.contextmanager
-def flushing(folder: str | Path) -> Iterator[None]:
-    """Flushes the files that are in `folder` now to the disk while the block runs; waits for that at its end.
-
-    Large files written just before an `output_folder` is complete then cost no time of their own. An error of the
-    flush is raised at the end of the block.
-    """
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="flush") as thread:
-        flushed = thread.submit(_flush, _files_below(Path(folder)))
-        yield
-        flushed.result()
 
 
 def _files_below(folder: Path) -> list[Path]:

@@ -143,6 +143,17 @@ def _with_current_version(
     version, current = data.get("schema_version"), current_version(cls)
     if version is None:
         raise error(f"{where}:schema_version: is missing; add schema_version: {current}")
+    check_version(version, current, where, error=error)
+    if version < current:
+        try:
+            data = {**cls.upgrade(dict(data), version), "schema_version": current}
+        except ValueError as failure:
+            raise SchemaError(f"{where}:schema_version: {failure}") from failure
+    return data
+
+
+def check_version(version: Any, current: int, where: str, *, error: type[PalimpsaError] = SchemaError) -> None:
+    """Refuses a `schema_version` that is no number, or newer than the `current` one."""
     if not isinstance(version, int) or isinstance(version, bool):
         raise error(f"{where}:schema_version: is {version!r}, expected a whole number such as {current}")
     if version > current:
@@ -150,12 +161,6 @@ def _with_current_version(
             f"{where}:schema_version: is {version}, newer than the {current} this release knows; "
             f"update palimpsa-surgery to read it"
         )
-    if version < current:
-        try:
-            data = {**cls.upgrade(dict(data), version), "schema_version": current}
-        except ValueError as failure:
-            raise SchemaError(f"{where}:schema_version: {failure}") from failure
-    return data
 
 
 def option_name(key: str) -> str:

@@ -35,7 +35,7 @@ def estimate(samples: np.ndarray, *, exponential: bool = False, seed: int = 0) -
 def difference(
     first: np.ndarray, second: np.ndarray, *, exponential: bool = False, paired: bool = True, seed: int = 0
 ) -> Figure:
-    """The figure of `first` less that of `second`, with the bootstrap error of the difference.
+    """The figure of `second` less that of `first`, the source, with the bootstrap error of the difference.
 
     Args:
         first: [n, 2] as for `estimate`.
@@ -45,10 +45,10 @@ def difference(
         paired: false when the rows have nothing to do with each other, as with timings.
         seed: of the resampling.
     """
-    value = float(_ratio(first.sum(axis=0), exponential) - _ratio(second.sum(axis=0), exponential))
+    value = float(_ratio(second.sum(axis=0), exponential) - _ratio(first.sum(axis=0), exponential))
     if min(len(first), len(second)) < 2:
         return Figure(value, None)
-    draws = _resampled(first, exponential, seed) - _resampled(second, exponential, seed if paired else seed + 1)
+    draws = _resampled(second, exponential, seed if paired else seed + 1) - _resampled(first, exponential, seed)
     return Figure(value, float(np.std(draws, ddof=1)))
 
 

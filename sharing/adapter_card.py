@@ -30,11 +30,7 @@ def render_adapter_card(
         training: lines on how it was trained.
         evaluation: figures, if there are any.
     """
-    values: dict[str, Any] = {"base_model": base, "base_model_relation": "adapter", "library_name": "peft"}
-    if named := license_names(metadata):
-        values = {"license": named, **license_terms(metadata), **values}
-    values |= {"pipeline_tag": "text-generation", "tags": [*TAGS, "lora"]}
-    index = evaluation.model_index(name.split("/")[-1]) if evaluation else []
+    named = license_names(metadata)
     targets = ", ".join(f"`{target}`" for target in sorted(config.get("target_modules") or []))
     whole = ", ".join(f"`{module}`" for module in config.get("modules_to_save") or [])
     kept = (
@@ -43,7 +39,17 @@ def render_adapter_card(
         else ""
     )
     parts = [
-        front_matter({**values, "model-index": index} if index else values),
+        front_matter(
+            name,
+            evaluation.results() if evaluation else (),
+            license=named,
+            **(license_terms(metadata) if named else {}),
+            base_model=base,
+            base_model_relation="adapter",
+            library_name="peft",
+            pipeline_tag="text-generation",
+            tags=[*TAGS, "lora"],
+        ),
         MARKER,
         "",
         f"# {name}",

@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from huggingface_hub import EvalResult
 
 from ..base.console import shortened
 from ..recipes.evaluation.report import EvalFigure, EvalReport, EvalRow, seen_sentence
 
 EVAL_FILE = "eval.json"
-_TASK = {"type": "text-generation", "name": "Text generation"}
 _HARNESS = "lm_eval"
 _MOST_ROWS = 15
 _NOT_IN_TABLE = ("importance",)  # several rows for each layer: the picture shows them, eval.json has the figures
@@ -65,17 +65,20 @@ class CardEvaluation:
         pictures = [f"![{suite}]({name})" for suite, name in self.pictures.items()]
         return "\n".join([self.table(), *(["", *pictures] if pictures else [])])
 
-    def model_index(self, name: str) -> list[dict[str, Any]]:
-        """`model-index` of the card's metadata; [] when there is no figure for it."""
-        results: dict[str, list[dict[str, Any]]] = {}
-        for data, metric, place, value in self.metrics:
-            label = f"{metric} ({place})" if place else metric
-            results.setdefault(data, []).append({"type": _slug(metric), "value": value, "name": label})
-        entries = [
-            {"task": dict(_TASK), "dataset": {"type": _slug(data), "name": data}, "metrics": metrics}
-            for data, metrics in results.items()
+    def results(self) -> list[EvalResult]:
+        """The figures for the card's metadata."""
+        return [
+            EvalResult(
+                task_type="text-generation",
+                task_name="Text generation",
+                dataset_type=_slug(data),
+                dataset_name=data,
+                metric_type=_slug(metric),
+                metric_value=value,
+                metric_name=f"{metric} ({place})" if place else metric,
+            )
+            for data, metric, place, value in self.metrics
         ]
-        return [{"name": name, "results": entries}] if entries else []
 
 
 def card_evaluation(report: EvalReport) -> CardEvaluation:

@@ -213,7 +213,7 @@ def _facts(
         terms=license_terms(card_metadata(folder)),
         training=training_facts(folder / RECIPE_FILE),
         evaluation=figures.section() if figures else "",
-        model_index=figures.model_index(name.split("/")[-1]) if figures else (),
+        results=figures.results() if figures else (),
         picture=(folder / "profile.png").is_file(),
     )
     return facts if facts.base_model != name else replace(facts, base_model=None)

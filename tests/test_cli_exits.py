@@ -28,7 +28,7 @@ def model(tmp_path_factory):
 def test_export_and_its_refusal(model, tmp_path):
     assert "wrote" in invoke("export", SOURCE, tmp_path / "plain").stdout
     refused = invoke("export", model, tmp_path / "out", "-q", code=2).stderr
-    assert refused.startswith("error: model: layer 3 is Palimpsa-M")
+    assert refused.startswith("error: model: has Palimpsa-M layers (3)")
     invoke("export", model, tmp_path / "out", "--off", "-q")
     assert json.loads(invoke("inspect", tmp_path / "out", "--json").stdout)["layout"] == "mamba_ssm"
 

@@ -28,7 +28,6 @@ LIST = ["--layers", "1,"]
         (["convert", SOURCE, "out", *LIST, "--rule", "windw"], "did you mean window?"),
         (["plan", SOURCE, "--layers", "9" * 5000], "--layers 999999999999...: has a number of 5,000 digits"),
         (["plan", SOURCE, "--layers", "1," + "9" * 5000], "--layers 1,9999999999...: has a number of 5,000 digits"),
-        (["evaluate", SOURCE, "--lengths", "9" * 5000], "--lengths 999999999999...: has a number of 5,000 digits"),
         (["push", SOURCE, "bad name!", "--to-folder", "up"], "bad name!: is no name of a repository, expected owner/"),
         (["push", SOURCE, "bad name!"], "bad name!: is no name of a repository, expected owner/name"),
         (["push", SOURCE, "a/b/c", "--to-folder", "up"], "a/b/c: is no name of a repository"),

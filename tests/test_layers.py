@@ -167,6 +167,53 @@ def test_heavy_imports_of_the_command_line_wait_until_they_are_needed():
     assert not top & {"torch", "transformers", "numpy", "pydantic", "matplotlib", "accelerate", "datasets", "peft"}
 
 
+# What the modules that a verb imports load with them, of all that takes a second or more: what is not here is imported
+# once it is needed, so that a mistake in an option is told at once.
+HEAVY = {"transformers", "matplotlib", "numba", "triton", "accelerate", "datasets", "peft", "lm_eval"}
+LOADED = {
+    **{verb: set() for verb in ("inspect", "measure", "plan", "convert", "export", "push")},
+    **{verb: {"transformers"} for verb in ("finetune", "evaluate", "generate", "merge", "doctor")},
+    "demo": {"transformers", "matplotlib"},
+}
+
+
+def loaded_at_once(nodes, package: list[str]):
+    """Absolute modules that statements import when they run: not those inside functions, nor those for types alone."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, node.module] if node.module else base)
+            yield from (module, *(f"{module}.{alias.name}" for alias in node.names))
+        elif isinstance(node, ast.Try) or (isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test)):
+            yield from loaded_at_once(node.body, package)
+
+
+def heavy_modules(nodes) -> set[str]:
+    """The packages of `HEAVY` that importing loads, through all of this package's files."""
+    todo, seen, found = list(loaded_at_once(nodes, [PACKAGE])), set(), set()
+    while todo:
+        module = todo.pop()
+        found |= {module.split(".")[0]} & HEAVY
+        parts = module.split(".")[1:] if module.split(".")[0] == PACKAGE else []
+        inits = [ROOT.joinpath(*parts[:end], "__init__.py") for end in range(1, len(parts) + 1)]
+        for file in {*inits, module_file(module)} - seen - {None}:
+            seen.add(file)
+            if file.is_file():
+                package = [PACKAGE, *file.relative_to(ROOT).parts[:-1]]
+                todo += loaded_at_once(ast.parse(file.read_text(encoding="utf-8")).body, package)
+    return found
+
+
+def test_a_verb_loads_only_what_it_needs_at_once():
+    functions = [
+        node for node in ast.parse((ROOT / "cli.py").read_text("utf-8")).body if hasattr(node, "decorator_list")
+    ]
+    verbs = {one.name: one for one in functions if any(getattr(d, "id", "") == "verb" for d in one.decorator_list)}
+    assert {name: heavy_modules(verb.body) for name, verb in verbs.items()} == LOADED
+
+
 @each_source
 def test_weights_are_never_loaded_leniently(path):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -142,7 +142,7 @@ def _off(result: ArmResult) -> Figure | None:
     """What switching metaplasticity off changes after training."""
     if not result.of("off"):
         return None
-    return difference(losses(result, suite="off"), losses(result))
+    return difference(losses(result), losses(result, suite="off"))
 
 
 def positions_table(board: Board) -> str:
@@ -173,7 +173,7 @@ def probes_table(board: Board) -> str:
         )
         cells = [shown(estimate(samples), sign=False, digits=3) for samples in (other, one)]
         chance = "" if row.chance is None else f"{row.chance:.3f}"
-        rows.append((row.suite, row.name, where, chance, source, *cells, shown(difference(one, other), digits=3)))
+        rows.append((row.suite, row.name, where, chance, source, *cells, shown(difference(other, one), digits=3)))
     return markdown(("probe", "figure", "at", "chance", "source", CONTROL, MAIN, "difference"), rows)
 
 

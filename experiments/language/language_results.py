@@ -35,7 +35,7 @@ class Row(StrictPart):
 
     @property
     def samples(self) -> np.ndarray:
-        """[n, 2] as for `bootstrap.estimate`."""
+        """[n, 2] as for `statistics.estimate`."""
         return np.stack([np.asarray(self.sums), np.full(len(self.sums), self.weight)], axis=1)
 
     @property
@@ -170,7 +170,7 @@ def loss(result: ArmResult, low: int = 0, high: int | None = None, suite: str = 
 
 def change(result: ArmResult, other: ArmResult, low: int = 0, high: int | None = None) -> Figure:
     """Loss of `result` less that of `other`, the same windows drawn for both."""
-    return difference(losses(result, low, high), losses(other, low, high))
+    return difference(losses(other, low, high), losses(result, low, high))
 
 
 def change_over_seeds(
@@ -182,7 +182,7 @@ def change_over_seeds(
     a claim about the method needs both.
     """
     sums = [[losses(result, low, high) for result in pair] for pair in pairs]
-    mean = difference(*(np.sum([pair[side] for pair in sums], axis=0) for side in (0, 1)))
+    mean = difference(*(np.sum([pair[side] for pair in sums], axis=0) for side in (1, 0)))
     single = [change(*pair, low, high).value for pair in pairs]
     return mean, float(np.std(single, ddof=1) / np.sqrt(len(single))) if len(single) > 1 else None
 

@@ -205,7 +205,7 @@ def _run(subject: Subject, text: EvalText, options: EvalOptions, names: Sequence
     with progress(len(names), f"evaluating {subject.name}") as bar:
         for name in names:
             found[name] = suite_module(name).run(subject, text, options)
-            bar.advance(note=name)
+            bar.update()
     return found
 
 

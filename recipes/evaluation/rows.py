@@ -60,7 +60,7 @@ def _figure(measurement: Measurement, where: str) -> EvalFigure:
 
 def _difference(mine: Measurement, theirs: Measurement, figures: Sequence[EvalFigure]) -> EvalFigure:
     paired = mine.paired and len(mine.samples) == len(theirs.samples)
-    found = difference(mine.samples, theirs.samples, exponential=mine.exponential, paired=paired)
+    found = difference(theirs.samples, mine.samples, exponential=mine.exponential, paired=paired)
     if mine.error is not None and theirs.error is not None:
         found = Figure(found.value, float(np.hypot(mine.error, theirs.error)))
     return EvalFigure(value=found.value, error=found.error)

@@ -1,7 +1,9 @@
 """Training checkpoints: what trains, the optimiser and the position, written whole or not at all, by name.
 
 Everything is kept as full tensors under parameter names, so that a run may go on with another number of processes or
-another way of sharding. The source's frozen tensors are not repeated.
+another way of sharding. The source's frozen tensors are not repeated. `torch.distributed.checkpoint.state_dict` would
+gather the same, but steps the optimiser with zero gradients before it restores its state, and wants the hyperparameters
+of a run in the file, where a run that goes on has its recipe.
 """
 
 from __future__ import annotations

@@ -10,9 +10,8 @@ from ...base.console import human_bytes, human_count, human_seconds
 from ...mixers.geometry import GateSpec
 from ...surgery.checkpoint.checkpoint import Checkpoint
 from ...surgery.families.base import Site
-from .losses import CHUNK_BYTES
 from .optim import is_new
-from .recipe import DataRecipe, Recipe
+from .recipe import CHUNK_BYTES, DataRecipe, Recipe
 
 TRAINED_BYTES = 16
 """A trained parameter: fp32 weight, gradient and two moments. Under bf16 its rounded copy comes on top."""

@@ -58,7 +58,9 @@ def train(run: Training) -> None:
             else:
                 empty += 1
                 _say_empty(step, empty)
-            bar.advance(1, f"{loss}  {done.tokens / seconds:,.0f} tokens/s  {human_bytes(memory_used())}")
+            note = f"{loss}, {done.tokens / seconds:,.0f} tokens/s, {human_bytes(memory_used())}"
+            bar.set_postfix_str(note, refresh=False)
+            bar.update()
             last = step + 1 == total
             if run.validate is not None and (last or (recipe.eval_every and (step + 1) % recipe.eval_every == 0)):
                 record_validation(run, step + 1)
@@ -105,10 +107,9 @@ def optimiser_step(run: Training, step: int) -> Step:
     norm = gradient_norm(run.module)
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise TrainingError(_explain(run, step, micro, loss))
-    if recipe.clip is not None and norm > recipe.clip:
-        for parameter in trained_parameters(run.module).values():
-            if parameter.grad is not None:
-                parameter.grad.mul_(recipe.clip / norm)
+    if recipe.clip is not None:
+        trained = trained_parameters(run.module).values()
+        torch.nn.utils.clip_grads_with_norm_(trained, recipe.clip, torch.tensor(norm, device=accelerator.device))
     run.optimizer.step()
     return Step(loss, norm, tokens)
 

@@ -13,9 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ...base.errors import UsageError
 from ...modeling.palimpsa_mamba2.modeling_palimpsa_mamba2 import apply_head, head_dtype
 from ..data.packing import IGNORED
-
-CHUNK_BYTES = 64 << 20
-"""Logits in fp32 that a chunk may take; forward and backward hold about three such buffers."""
+from .recipe import CHUNK_BYTES
 
 
 class CausalLoss(nn.Module):

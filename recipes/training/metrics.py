@@ -16,6 +16,7 @@ import torch
 from ...base.console import bars_are_drawn, counted, human_bytes, human_count, human_seconds
 from ...base.errors import SchemaError
 from ...base.files import write_text
+from ...base.schemas import check_version
 from ...mixers.importance import ImportanceRecorder, LayerImportance
 from ..data.packing import TokenStream
 from .checkpointing import Position, trained_parameters
@@ -162,16 +163,6 @@ def _numbers(line: dict[str, Any]) -> dict[str, float]:
     return {key: value for key, value in flat.items() if isinstance(value, (int, float))}
 
 
-def _check_version(version: Any, path: Path) -> None:
-    if not isinstance(version, int) or isinstance(version, bool):
-        raise SchemaError(f"{path}:schema_version: is {version!r}, expected a whole number such as {METRICS_VERSION}")
-    if version > METRICS_VERSION:
-        raise SchemaError(
-            f"{path}:schema_version: is {version}, newer than the {METRICS_VERSION} this release knows; "
-            "update palimpsa-surgery to read it"
-        )
-
-
 def read_metrics(path: Path, *, until: int | None = None) -> list[dict[str, Any]]:
     """The lines of a `metrics.jsonl`, up to step `until`; a last line that a kill cut short is left out.
 
@@ -187,7 +178,7 @@ def read_metrics(path: Path, *, until: int | None = None) -> list[dict[str, Any]
         except json.JSONDecodeError:
             continue
         if line.get("kind") == "start":
-            _check_version(line.get("schema_version", METRICS_VERSION), path)
+            check_version(line.get("schema_version", METRICS_VERSION), METRICS_VERSION, str(path))
         if until is None or line["step"] <= until:
             lines.append(line)
     return lines

@@ -20,6 +20,9 @@ from ...base.schemas import StrictModel, StrictPart, dump_yaml, validate_model
 
 MODES = ("full", "new", "new+swapped", "lora", "qlora")
 CONFIGS = Path(__file__).parent.parent / "configs"
+CHUNK_BYTES = 64 << 20
+"""Logits in fp32 that a chunk of the loss may take; forward and backward hold about three such buffers. It stands here,
+as an estimate needs it and no model class."""
 
 
 class Stage(StrictPart):

@@ -13,10 +13,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ...base.errors import UsageError
+from ...base.statistics import difference, estimate
 from ..data.packing import IGNORED, Window, as_window, batches, collate
 from .losses import CausalLoss
-
-_RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
@@ -117,18 +116,9 @@ def summarise(results: np.ndarray, seq_len: int) -> LossResult:
     results = results[results[:, 1] > 0]
     if not len(results):
         return LossResult(0.0, 0.0, 0, 0, seq_len, ())
-    loss = float(results[:, 0].sum() / results[:, 1].sum())
+    loss, error = estimate(results)
     per_window = tuple((float(total), int(count)) for total, count in results)
-    return LossResult(loss, bootstrap_error(results), len(results), int(results[:, 1].sum()), seq_len, per_window)
-
-
-def bootstrap_error(results: np.ndarray, seed: int = 0) -> float:
-    """Standard error of sum(results[:, 0]) / sum(results[:, 1]) over resampled rows."""
-    if len(results) < 2:
-        return 0.0
-    draws = np.random.Generator(np.random.PCG64(seed)).integers(0, len(results), (_RESAMPLES, len(results)))
-    sums = results[draws].sum(axis=1)
-    return float(np.std(sums[:, 0] / sums[:, 1], ddof=1))
+    return LossResult(loss, error or 0.0, len(results), int(results[:, 1].sum()), seq_len, per_window)
 
 
 def paired_difference(first: LossResult, second: LossResult) -> tuple[float, float]:
@@ -138,5 +128,5 @@ def paired_difference(first: LossResult, second: LossResult) -> tuple[float, flo
         raise UsageError(
             "the two losses are not of the same windows; evaluate both models on the same text and lengths"
         )
-    differences = np.stack([b[:, 0] - a[:, 0], a[:, 1]], axis=1)
-    return float(differences[:, 0].sum() / differences[:, 1].sum()), bootstrap_error(differences)
+    value, error = difference(a, b)
+    return value, error or 0.0

@@ -41,7 +41,7 @@ from .sources import (
     weight_files,
     weight_map,
 )
-from .weights import PIECE_BYTES, Extent, WeightsFile
+from .weights import PIECE_BYTES, WeightsFile
 
 logger = logging.getLogger(__name__)
 
@@ -130,11 +130,6 @@ class Checkpoint:
             yield from located.file.pieces(located.entry.source_name)
         else:
             yield from self.load(name).reshape(-1).split(PIECE_BYTES // located.entry.dtype.itemsize)
-
-    def extent(self, name: str) -> Extent | None:
-        """Where the bytes of `load(name)` lie in a file, or None when they do not lie in one piece as they are."""
-        located = self._located[name]
-        return None if located.rule.transform is not None else located.file.extent(located.entry.source_name)
 
     @cached_property
     def fingerprint(self) -> str:

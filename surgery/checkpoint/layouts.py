@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...base.console import are, counted, listed
+from ...base.console import counted
 from ...base.errors import CheckpointError
 from ...mixers.geometry import SCALE_FORMS, GateSpec
 from ..families.base import Family
@@ -192,7 +192,7 @@ def _refuse_hybrid(where: str, content: dict[str, Any]) -> None:
     if attention:
         attention = attention if isinstance(attention, list) else [attention]
         raise CheckpointError(
-            f"{where}:attn_layer_idx: {listed('layer', attention)} {are(len(attention))} attention, only models "
+            f"{where}:attn_layer_idx: names attention layers ({', '.join(map(str, attention))}), only models "
             "of Mamba2 blocks alone are supported; choose another checkpoint"
         )
     if content.get("d_intermediate"):

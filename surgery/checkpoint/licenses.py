@@ -17,7 +17,10 @@ LICENSE_PATTERNS = ("LICEN[SC]E*", "licen[sc]e*", "NOTICE*", "notice*")
 
 
 def card_metadata(folder: Path) -> dict[str, Any]:
-    """The YAML block that opens a model card (`README.md`); {} when there is none or it cannot be read."""
+    """The YAML block that opens a model card (`README.md`); {} when there is none or it cannot be read.
+
+    huggingface_hub's `metadata_load` reads in the encoding of the system, and not past the mark of an editor.
+    """
     card = folder / "README.md"
     if not card.is_file():
         return {}

@@ -29,14 +29,6 @@ class TensorInfo(NamedTuple):
     storage: tuple[str, int]
 
 
-class Extent(NamedTuple):
-    """Where a tensor's bytes begin: an open file (its name for messages) and an offset in it."""
-
-    path: Path
-    offset: int
-    descriptor: int
-
-
 class Contents(NamedTuple):
     """What the values of a tensor say: CRC-32 of their bytes in row-major order, and whether all are finite."""
 
@@ -71,14 +63,6 @@ class WeightsFile(ABC):
     @abstractmethod
     def offset(self, name: str) -> int | None:
         """Byte of the file at which tensor `name` begins, in row-major order; None where it does not lie so."""
-
-    def extent(self, name: str) -> Extent | None:
-        """Where the bytes of `load(name)` lie, for the system to copy; None when not in one piece as they are."""
-        offset = self.offset(name)
-        if offset is None:
-            return None
-        self._refuse_changed()
-        return Extent(self.path, offset, self._stream.fileno())
 
     def contents(self, name: str, tensor: torch.Tensor | None = None) -> Contents:
         """Looks at every value of a tensor, once.

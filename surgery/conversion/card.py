@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
+from huggingface_hub import EvalResult, ModelCardData
 
-from ...base.console import are, counted, listed
+from ...base.console import counted
 from ...mixers.geometry import GATE_FP32, MIXER_FP32
 from ..checkpoint.licenses import license_text
 from ..measure.profile import Profile
@@ -42,7 +42,7 @@ class CardFacts:
         terms: `license_name` and `license_link` of the source's card, where its licence is `other`.
         training: how it was fine-tuned, a line for each fact.
         evaluation: the section on an evaluation.
-        model_index: the same as metadata.
+        results: the same as metadata.
         picture: whether `profile.png` is in the folder.
     """
 
@@ -57,7 +57,7 @@ class CardFacts:
     terms: Mapping[str, str] = field(default_factory=dict)
     training: tuple[str, ...] = ()
     evaluation: str = ""
-    model_index: Sequence[Mapping[str, Any]] = ()
+    results: Sequence[EvalResult] = ()
     picture: bool = True
 
 
@@ -78,19 +78,24 @@ def render_card(facts: CardFacts) -> str:
     return "\n".join(parts)
 
 
-def front_matter(values: Mapping[str, object]) -> str:
-    """The YAML block that opens a card."""
-    return f"---\n{yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True)}---"
+def front_matter(name: str, results: Sequence[EvalResult] = (), **values: Any) -> str:
+    """The YAML block that opens the card of a model of that name; values that are None are left out."""
+    if results:
+        values |= {"model_name": name.split("/")[-1], "eval_results": list(results)}
+    return f"---\n{ModelCardData(**values).to_yaml()}\n---"
 
 
 def _front_matter(facts: CardFacts) -> str:
-    values: dict[str, object] = {}
-    if facts.license:
-        values |= {"license": facts.license, **facts.terms}
-    if facts.base_model:
-        values["base_model"] = facts.base_model
-    values |= {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": TAGS}
-    return front_matter({**values, "model-index": list(facts.model_index)} if facts.model_index else values)
+    return front_matter(
+        facts.name,
+        facts.results,
+        license=facts.license,
+        **(facts.terms if facts.license else {}),
+        base_model=facts.base_model,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=TAGS,
+    )
 
 
 def _summary(facts: CardFacts) -> str:
@@ -99,7 +104,7 @@ def _summary(facts: CardFacts) -> str:
         return f"A Mamba2 language model{source}, stored in the layout of `palimpsa_mamba2` with no layer swapped."
     count = len(facts.swapped)
     if facts.plan is None:
-        return f"A Mamba2 language model in which {counted(count, 'layer')} {are(count)} Palimpsa-M ([paper]({PAPER}))."
+        return f"A Mamba2 language model with {counted(count, 'Palimpsa-M layer')} ([paper]({PAPER}))."
     source = facts.base_model or facts.plan.source
     layers, was = counted(count, "layer"), "was" if count == 1 else "were"
     groups = counted(facts.plan.gate.groups, "importance")
@@ -122,7 +127,7 @@ def _layers(facts: CardFacts) -> str:
 def _layer_table(facts: CardFacts) -> str:
     if facts.profile is None or facts.plan is None:
         rule = f", listed by hand (rule: {facts.plan.rule})" if facts.plan else ""
-        return f"{listed('Layer', facts.swapped)}{rule}."
+        return f"Layers: {', '.join(map(str, facts.swapped))}{rule}."
     rows = ["| layer | window (tokens) | rate (nats a token) | why |", "| --- | --- | --- | --- |"]
     for layer in facts.swapped:
         figures = facts.profile.layers[layer]

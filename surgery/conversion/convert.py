@@ -1,6 +1,6 @@
-"""checkpoint + plan -> model folder: streamed tensor by tensor, verified as written, then moved into place.
+"""checkpoint + plan -> model folder: written a shard at a time, verified as written, then moved into place.
 
-Only one tensor of the source is in memory at a time. The folder appears under its name when it is complete and has
+One shard of at most 1 GB is in memory at a time. The folder appears under its name when it is complete and has
 passed its verification; a killed or failed run leaves nothing of that name.
 """
 
@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...base.console import are, counted
+from ...base.console import counted
 from ...base.errors import ChangedFileError, UsageError, VerificationError
-from ...base.files import flushing, output_folder, refuse_existing, refuse_to_delete, write_text
+from ...base.files import output_folder, refuse_existing, refuse_to_delete, write_text
 from ...base.schemas import write_model
 from ...kernels.common.precision import dtype_name
 from ..checkpoint.dtypes import STORED, dtype_of
 from ..checkpoint.licenses import card_metadata, license_terms
 from ..checkpoint.tokenizer import with_tokenizer
 from ..measure.forgetting import measure, static_forgetting
+from ..measure.plots import plot_profile
 from ..measure.profile import Profile, read_profile, write_profile
 from ..planning.plan import DEFAULT_LAYERS, Plan, make_plan, read_plan, write_plan
 from .card import CardFacts, kept_readme, render_card
@@ -179,39 +179,28 @@ def _write(
         logger.warning(note)
     readme = kept_readme(out)
     with output_folder(out, force=force) as folder:
-        with ThreadPoolExecutor(max_workers=1) as beside:
-            # Copying waits for the disk; the picture, and importing the libraries of what follows, take seconds.
-            drawn = beside.submit(_draw_and_import, profile, folder / PICTURE_FILE, plan.layers)
-            files = write_weights(checkpoint, folder, specs, new_tensors(checkpoint, plan, profile))
-            drawn.result()
-        with flushing(folder):
-            write_surroundings(checkpoint, folder, config, dtype)
-            write_plan(plan, folder / PLAN_FILE)
-            write_profile(profile, folder / PROFILE_FILE)
-            verification = _verified(checkpoint, folder, plan, mode, dtype)
-            report = build_report(
-                checkpoint,
-                plan,
-                specs,
-                version=_version(),
-                palimpsa_layers=config.palimpsa_layers,
-                dtype=dtype,
-                weight_files=files,
-                verification=verification,
-                notes=notes,
-            )
-            write_model(report, folder / REPORT_FILE)
-            write_text(folder / CARD_FILE, readme or _card(checkpoint, out.resolve().name, plan, profile, report))
+        files = write_weights(checkpoint, folder, specs, new_tensors(checkpoint, plan, profile))
+        plot_profile(profile, folder / PICTURE_FILE, chosen=plan.layers)
+        write_surroundings(checkpoint, folder, config, dtype)
+        write_plan(plan, folder / PLAN_FILE)
+        write_profile(profile, folder / PROFILE_FILE)
+        verification = _verified(checkpoint, folder, plan, mode, dtype)
+        report = build_report(
+            checkpoint,
+            plan,
+            specs,
+            version=_version(),
+            palimpsa_layers=config.palimpsa_layers,
+            dtype=dtype,
+            weight_files=files,
+            verification=verification,
+            notes=notes,
+        )
+        write_model(report, folder / REPORT_FILE)
+        write_text(folder / CARD_FILE, readme or _card(checkpoint, out.resolve().name, plan, profile, report))
     swapped = ", ".join(str(layer) for layer in plan.layers)
     logger.info("%s: %s swapped (%s)", out.name, counted(len(plan.layers), "layer"), swapped)
     return report
-
-
-def _draw_and_import(profile: Profile, picture: Path, chosen: Sequence[int]) -> None:
-    from ... import modeling  # noqa: F401
-    from ..measure.plots import plot_profile
-
-    plot_profile(profile, picture, chosen=chosen)
 
 
 def _verified(checkpoint: Checkpoint, folder: Path, plan: Plan, mode: str, dtype: torch.dtype) -> Verification:
@@ -234,7 +223,7 @@ def _rounding_note(checkpoint: Checkpoint, specs: list[TensorSpec]) -> tuple[str
         return ()
     stored = dtype_name(next(spec.dtype for spec in specs if spec.name == rounded[0]))
     return (
-        f"{counted(len(rounded), 'tensor')} (such as {rounded[0]}) {are(len(rounded))} rounded to {stored}; give "
+        f"rounded to {stored}: {counted(len(rounded), 'tensor')} (such as {rounded[0]}); give "
         "--dtype float32 to keep the source's digits",
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base.console import are, counted, listed, progress
+from ...base.console import counted, progress
 from ...base.errors import CheckpointError, UsageError, VerificationError
 from ...base.files import output_folder, refuse_existing, refuse_to_delete, write_json, write_text
 from ...kernels.common.precision import dtype_name
@@ -71,7 +71,7 @@ def export(
     swapped = checkpoint.palimpsa_layers
     if swapped and layout == "mamba_ssm" and not off:
         raise UsageError(
-            f"{checkpoint.source_id}: {listed('layer', swapped)} {are(len(swapped))} Palimpsa-M, for which mamba_ssm's "
+            f"{checkpoint.source_id}: has Palimpsa-M layers ({', '.join(map(str, swapped))}), for which mamba_ssm's "
             "layout has no place; give --off to leave their importance out, which is another function"
         )
     config = replace(checkpoint.config, palimpsa_layers=()) if off else checkpoint.config
@@ -93,7 +93,7 @@ def _write_mamba_ssm(
     copy_companions(checkpoint, folder)
     if checkpoint.license:
         terms = license_terms(card_metadata(checkpoint.path))
-        write_text(folder / "README.md", front_matter({"license": checkpoint.license, **terms}) + f"\n\n# {name}\n")
+        write_text(folder / "README.md", front_matter(name, license=checkpoint.license, **terms) + f"\n\n# {name}\n")
 
 
 def _write_palimpsa(

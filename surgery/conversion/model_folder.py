@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...base.console import progress
 from ...base.errors import CheckpointError
 from ...base.files import load_json, write_json
 from ...kernels.common.precision import dtype_name
@@ -26,7 +25,7 @@ from ..families.mamba2 import Mamba2Config
 from ..measure.profile import Profile
 from ..planning.plan import Plan
 from .initialization import STARTS, Start, StartContext
-from .writer import StreamingSafetensorsWriter, TensorSpec, cast
+from .writer import TensorSpec, write_tensors
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
@@ -53,10 +52,10 @@ def write_weights(
     specs: list[TensorSpec],
     changed: Callable[[str], Tensor | None] = lambda name: None,
 ) -> tuple[str, ...]:
-    """Streams the tensors of a model into `folder`, one in memory at a time, each in the dtype of its spec.
+    """Writes the tensors of a model into `folder`, each in the dtype of its spec.
 
     Args:
-        checkpoint: where tensors come from; what is stored there as it will be here is copied by the system.
+        checkpoint: where tensors come from.
         folder: where to.
         specs: what to write.
         changed: gives the tensors that the checkpoint lacks or has otherwise, None for the others.
@@ -64,18 +63,12 @@ def write_weights(
     Returns:
         The names of the weight files.
     """
-    with StreamingSafetensorsWriter(folder, specs) as writer:
-        for spec in progress(writer.specs, "writing"):
-            tensor = changed(spec.name)
-            if tensor is None:
-                checkpoint.check(spec.name)
-                as_stored = checkpoint.tensors[spec.name].dtype == spec.dtype
-                extent = checkpoint.extent(spec.name) if as_stored else None
-                if extent is not None and writer.copy(spec.name, extent):
-                    continue
-                tensor = checkpoint.load(spec.name)
-            writer.write(spec.name, cast(spec.name, tensor, spec.dtype))
-    return tuple(writer.files)
+
+    def load(name: str) -> Tensor:
+        tensor = changed(name)
+        return checkpoint.load(name) if tensor is None else tensor
+
+    return tuple(write_tensors(folder, specs, load))
 
 
 def new_tensors(checkpoint: Checkpoint, plan: Plan, profile: Profile) -> Callable[[str], Tensor | None]:
@@ -177,10 +170,9 @@ def copy_without_paths(source: Path, target: Path) -> None:
     if source.suffix == ".json" and source.stat().st_size < 2**20:
         try:
             content = json.loads(source.read_text(encoding="utf-8-sig"))
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise CheckpointError(
-                f"{source}: is no JSON in UTF-8 ({str(error).partition(';')[0]}); fetch or write this file of the "
-                "tokenizer again"
+                f"{source}: is no JSON in UTF-8 ({error}); fetch or write this file of the tokenizer again"
             ) from error
         clean = _without_paths(content)
         if clean != content:

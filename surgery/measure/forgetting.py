@@ -133,7 +133,7 @@ def measure_forgetting(
             for ids, real in _batches(windows, batch_size, device):
                 with _watching(found, sums, real):
                     model.get_decoder()(input_ids=ids, attention_mask=real.long(), use_cache=False)
-                bar.advance(len(ids))
+                bar.update(len(ids))
     finally:
         model.train(training)
     return [layer_sums.result(layer) for layer, layer_sums in sums.items()]

@@ -6,11 +6,13 @@ import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from ...base.files import write_bytes
 from .profile import Profile
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MARK = "#d62728"
 INK = "#1a1a1a"
@@ -26,6 +28,8 @@ def plot_profile(profile: Profile, path: str | Path, *, chosen: Sequence[int] = 
         path: of the PNG.
         chosen: layers to mark.
     """
+    from matplotlib.figure import Figure
+
     layers, heads = len(profile.layers), max(len(layer.head_rate) for layer in profile.layers)
     height = min(max(3.2, 0.22 * layers + 1.4), 18)
     width = min(max(9.0, 0.16 * heads + 5), 20)

@@ -2,7 +2,6 @@ import errno
 import math
 import os
 import stat
-import threading
 
 import pytest
 from palimpsa_surgery.base import files
@@ -341,23 +340,6 @@ def test_a_forced_replacement_never_changes_a_folder_that_is_read(tmp_path):
         files.refuse_to_replace([tmp_path / "texts" / "a.json"], tmp_path / "texts", force=True)
 
 
-def test_flushing_takes_the_files_that_are_there_and_lets_the_block_work(tmp_path, monkeypatch):
-    (tmp_path / "deep").mkdir()
-    for name in ("a", "deep/b"):
-        (tmp_path / name).write_text("large")
-    flushed, gate = [], threading.Event()
-
-    def fsync(handle):
-        assert gate.wait(10)  # set by the block: it does not wait for the flush
-        flushed.append(os.fstat(handle).st_ino)
-
-    monkeypatch.setattr(files.os, "fsync", fsync)
-    with files.flushing(tmp_path):
-        (tmp_path / "c").write_text("later")
-        gate.set()
-    assert sorted(flushed) == sorted((tmp_path / name).stat().st_ino for name in ("a", "deep/b"))
-
-
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 def test_a_flush_that_fails_is_an_error_of_the_folder(tmp_path, monkeypatch, number):
     calls = []
@@ -370,6 +352,4 @@ def test_a_flush_that_fails_is_an_error_of_the_folder(tmp_path, monkeypatch, num
     with pytest.raises(OutputError, match=os.strerror(number)), files.output_folder(tmp_path / "out") as folder:
         (folder / "weights").write_text("large")
         monkeypatch.setattr(files.os, "fsync", fsync)
-        with files.flushing(folder):
-            pass
     assert siblings(tmp_path) == []

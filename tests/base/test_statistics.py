@@ -37,7 +37,7 @@ def test_a_known_difference_is_covered():
     within = 0
     for _ in range(150):
         hardness = generator.normal(0, 0.5, 24)
-        found = difference(windows(generator, 24, 2.03, hardness), windows(generator, 24, 2.0, hardness))
+        found = difference(windows(generator, 24, 2.0, hardness), windows(generator, 24, 2.03, hardness))
         within += abs(found.value - 0.03) < 2 * found.error
     assert 0.88 < within / 150 < 0.99, "two standard errors hold about 95 of 100"
 

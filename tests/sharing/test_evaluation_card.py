@@ -63,9 +63,8 @@ def test_a_short_table_is_whole():
 
 def test_the_metadata_has_every_loss_and_benchmark_and_what_the_table_shows():
     figures = shown(MANY)
-    index = figures.model_index("m")[0]["results"]
-    assert {part["dataset"]["name"] for part in index} == {"text.jsonl", "arc_easy", "lambada"}
-    names = [metric["name"] for part in index for metric in part["metrics"]]
+    assert {result.dataset_name for result in figures.results()} == {"text.jsonl", "arc_easy", "lambada"}
+    names = [result.metric_name for result in figures.results()]
     for length in ("512", "1,024", "2,048"):
         assert {f"loss (length {length})", f"perplexity (length {length})"} <= set(names)
     assert len(names) < 25

@@ -268,7 +268,7 @@ def test_a_fine_tuned_model_without_a_surgery_has_a_card_too(staging, tmp_path):
     pico.write_hf(tmp_path / "model", swapped=(1,))
     upload = prepare_upload(tmp_path / "model", staging, NAME)
     card = (staging / "README.md").read_text()
-    assert "in which 1 layer is Palimpsa-M" in card
+    assert "with 1 Palimpsa-M layer" in card
     assert "plan.yaml" not in card
     config = json.loads((staging / "config.json").read_text())
     assert config["auto_map"]["AutoModelForCausalLM"].endswith("PalimpsaMamba2ForCausalLM")

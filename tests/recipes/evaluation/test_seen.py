@@ -87,7 +87,6 @@ def test_without_a_recipe_that_says_so_nothing_is_claimed(tmp_path, recipe):
         f"data: {{train: {'x' * 5000}.txt}}",
         'data: {train: "x\\0y.txt"}',
         'data: {train: "\\e[31m.txt"}',
-        "data: 2024-99-99",
         "? [1]\n: 2",
         "#" * (2 << 20),
         "data: {train: null}",

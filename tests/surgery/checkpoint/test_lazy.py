@@ -10,7 +10,7 @@ import pytest
 import torch
 from palimpsa_surgery.base.errors import CheckpointError
 from palimpsa_surgery.surgery.checkpoint import weights
-from palimpsa_surgery.surgery.checkpoint.lazy import SAFETENSORS_DTYPES, SafetensorsFile, open_weights
+from palimpsa_surgery.surgery.checkpoint.lazy import _DTYPES, SafetensorsFile, open_weights
 from safetensors.torch import save_file
 
 
@@ -24,7 +24,7 @@ def entry(shape, begin, end, dtype="F32"):
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
-@pytest.mark.parametrize("dtype", list(SAFETENSORS_DTYPES.values()), ids=str)
+@pytest.mark.parametrize("dtype", list(_DTYPES.values()), ids=str)
 def test_every_dtype_reads_as_the_library_wrote_it(tmp_path, dtype):
     bits = torch.randint(0, 2 if dtype == torch.bool else 127, (3 * 5 * dtype.itemsize,), dtype=torch.uint8)
     tensors = {"a": bits.view(dtype).reshape(3, 5), "scalar": torch.ones((), dtype=dtype), "none": torch.empty(0, 4)}
@@ -55,30 +55,46 @@ def test_unaligned_data_is_read_too(tmp_path):
     assert torch.equal(file.load("f"), values)
 
 
+ONE = b'"a": {"dtype": "F32", "shape": [1], "data_offsets": [%s]}'
+TWICE = b"{" + ONE + b", " + ONE + b"}"
+
+
 @pytest.mark.parametrize(
     ("header", "data", "match"),
     [
-        (b"{nonsense", b"", "its header is not JSON"),
-        (b"[1, 2]", b"", "its header is not a table of tensors"),
-        ({"a": 3}, b"", "the header's entry for 'a' is malformed"),
-        ({"a": {"dtype": "F32"}}, b"", "the header's entry for 'a' is malformed"),
-        ({"a": entry([2], 0, 8, "F4")}, bytes(8), "tensor a has dtype F4, which is not supported"),
-        ({"a": entry([2], 0, 4)}, bytes(8), r"the bytes of 'a' do not fit its shape \[2\]"),
-        ({"a": entry([-2, -1], 0, 8)}, bytes(8), "do not fit its shape"),
-        ({"a": entry([2], 0, 8)}, bytes(7), r"is cut short, tensor a ends at byte \d+ of a file of \d+"),
-        ({"a": entry([2], 0, 8), "b": entry([2], 4, 12)}, bytes(12), "the tensors 'a' and 'b' overlap"),
-        ({"a": entry([2], 0, 8)}, bytes(11), "its last 3 bytes belong to no tensor"),
-        ({"a": entry([2], 4, 12)}, bytes(12), "4 bytes before 'a' belong to no tensor"),
-        ({"a": entry([2.0], 0, 8)}, bytes(8), "the header's entry for 'a' is malformed"),
-        ({"a": entry([2], 0, 8), "__metadata__": ["pt"]}, bytes(8), "its __metadata__ is no table of texts"),
-        ({"a": entry([2], 0, 8), "__metadata__": {"format": 1}}, bytes(8), "its __metadata__ is no table of texts"),
-        (b'{"a": {}, "a": {}}', b"", "its header holds 'a' twice"),
+        (b"{nonsense", b"", "invalid JSON"),
+        (b"[1, 2]", b"", "invalid type: sequence"),
+        ({"a": 3}, b"", "invalid type: integer `3`"),
+        ({"a": {"dtype": "F32"}}, b"", "missing field `shape`"),
+        ({"a": entry([2], 0, 8, "C64")}, bytes(8), "invalid shape, data type, or offset"),
+        ({"a": entry([2], 0, 4)}, bytes(8), "invalid shape, data type, or offset"),
+        ({"a": entry([-2, -1], 0, 8)}, bytes(8), "integer `-2`"),
+        ({"a": entry([2], 0, 8)}, bytes(7), "not fully covered.*it may be cut short"),
+        ({"a": entry([2], 0, 8), "b": entry([2], 4, 12)}, bytes(12), "invalid offset for tensor `b`"),
+        ({"a": entry([2], 0, 8)}, bytes(11), "not fully covered"),
+        ({"a": entry([2], 4, 12)}, bytes(12), "invalid offset for tensor `a`"),
+        ({"a": entry([2.0], 0, 8)}, bytes(8), "floating point `2.0`"),
+        ({"a": entry([2], 0, 8), "__metadata__": ["pt"]}, bytes(8), "invalid type: sequence"),
+        ({"a": entry([2], 0, 8), "__metadata__": {"format": 1}}, bytes(8), "invalid type: integer `1`"),
+        (b'{"a": {}, "a": {}}', b"", "missing field"),
+        (TWICE % (b"0, 4", b"4, 8"), bytes(8), "invalid offset for tensor `a`"),
     ],
 )
 def test_a_broken_header_is_refused(tmp_path, header, data, match):
     path = write_safetensors(tmp_path / "m.safetensors", header, data)
-    with pytest.raises(CheckpointError, match=rf"m.safetensors: .*{match}"):
+    with pytest.raises(CheckpointError, match=rf"m.safetensors: is not a valid safetensors file \(.*{match}"):
         SafetensorsFile(path)
+
+
+def test_a_dtype_that_torch_has_not_is_named(tmp_path):
+    path = write_safetensors(tmp_path / "m.safetensors", {"a": entry([2], 0, 1, "F4")}, bytes(1))
+    with pytest.raises(CheckpointError, match=r"m.safetensors: tensor a has dtype F4, which is not supported"):
+        SafetensorsFile(path)
+
+
+def test_a_name_that_is_there_twice_is_one_tensor_or_refused(tmp_path):
+    path = write_safetensors(tmp_path / "m.safetensors", TWICE % (b"0, 4", b"0, 4"), bytes(4))
+    assert torch.equal(SafetensorsFile(path).load("a"), torch.zeros(1))
 
 
 @pytest.mark.parametrize("keep", [4, 8, 20, 200])
@@ -86,14 +102,14 @@ def test_a_truncated_file_is_refused(tmp_path, keep):
     path = tmp_path / "m.safetensors"
     save_file({"a": torch.zeros(100)}, path)
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(CheckpointError, match=r"m.safetensors: (is cut short|is not a valid safetensors file)"):
+    with pytest.raises(CheckpointError, match=r"m.safetensors: is not a valid safetensors file .*it may be cut short"):
         open_weights(path)
 
 
 def test_random_bytes_are_refused(tmp_path):
     path = tmp_path / "m.safetensors"
     path.write_bytes(b"\xff" * 64)
-    with pytest.raises(CheckpointError, match="it does not begin with the length of a header"):
+    with pytest.raises(CheckpointError, match="header too large"):
         open_weights(path)
 
 
@@ -145,7 +161,7 @@ def written(path, tensors):
 
 
 @pytest.mark.parametrize("name", ["m.bin", "m.safetensors"])
-@pytest.mark.parametrize("read", ["load", "contents", "extent"])
+@pytest.mark.parametrize("read", ["load", "contents"])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -170,8 +186,6 @@ def test_a_file_that_was_deleted_or_replaced_is_read_to_its_end(tmp_path, name, 
     file = written(tmp_path / name, {"a": tensor})
     change(tmp_path / name)
     assert torch.equal(file.load("a"), tensor)
-    offset, descriptor = file.extent("a")[1:]
-    assert os.pread(descriptor, 20000, offset) == tensor.numpy().tobytes()
 
 
 # What the values of a tensor say.

@@ -58,7 +58,7 @@ def test_swapped_layers_stand_with_windows_and_reasons():
 def test_a_single_layer_reads_as_one_and_no_profile_as_a_list():
     card = render_card(facts(swapped=(2,), profile=None))
     assert "1 layer was replaced" in card
-    assert "Layer 2, listed by hand" in card
+    assert "Layers: 2, listed by hand" in card
     assert "profile.json" not in card
 
 
@@ -110,7 +110,7 @@ def test_another_licence_keeps_its_name_and_link():
         ({}, "(profile.png)", "## Training"),
         ({"picture": False}, "| 0 | 12.5 |", "(profile.png)"),
         ({"training": ("40 steps",)}, "## Training\n\n- 40 steps", "## Evaluation"),
-        ({"plan": None}, "in which 3 layers are Palimpsa-M", "## Verification"),
+        ({"plan": None}, "with 3 Palimpsa-M layers", "## Verification"),
         ({"plan": None, "swapped": ()}, "no layer swapped", "## Swapped layers"),
         ({"plan": None, "swapped": (), "base_model": "bob/base"}, "fine-tuned from `bob/base`", "plan.yaml"),
     ],

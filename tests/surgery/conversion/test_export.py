@@ -74,7 +74,7 @@ def test_round_trip_through_mamba_ssm_and_back(tmp_path):
 
 def test_a_swapped_model_is_refused_without_off(tmp_path):
     pico.write_hf(tmp_path / "converted", swapped=(0, 2))
-    with pytest.raises(UsageError, match=r"converted: layers 0, 2 are Palimpsa-M.*--off"):
+    with pytest.raises(UsageError, match=r"converted: has Palimpsa-M layers \(0, 2\).*--off"):
         export(tmp_path / "converted", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
