@@ -31,7 +31,7 @@ from .losses import CausalLoss, resolve_loss
 from .metrics import Training, read_metrics, write_metrics_file
 from .modes import ADAPTER_MODES, prepare_mode
 from .optim import make_optimizer
-from .recipe import Recipe, load_recipe
+from .recipe import Recipe, find_recipe, load_recipe
 from .run_folder import check_run_folder, clear_run_folder, held
 from .saving import gather, save_model
 from .validation import evaluate_loss
@@ -96,9 +96,12 @@ def finetune(
         OutputExistsError: `out` holds a run, and neither `resume` nor `force` was given.
         TrainingError: training had to stop; checkpoints written before are whole.
     """
+    file = find_recipe(recipe) if isinstance(recipe, (str, Path)) else None
     recipe, out = load_recipe(recipe, overrides), named_path(out, "run folder")
     with process_settings(recipe):
-        return _finetune(model_folder, recipe, out, resume=resume, force=force, revision=revision, token=token)
+        return _finetune(
+            model_folder, recipe, out, file=file, resume=resume, force=force, revision=revision, token=token
+        )
 
 
 def _finetune(
@@ -106,6 +109,7 @@ def _finetune(
     recipe: Recipe,
     out: Path,
     *,
+    file: Path | None,
     resume: bool,
     force: bool,
     revision: str | None,
@@ -123,7 +127,7 @@ def _finetune(
     with contextlib.ExitStack() as stack:
         with accelerator.main_process_first():
             if main:
-                check_run_folder(out, recipe, resume=resume, force=force, model=checkpoint.path)
+                check_run_folder(out, recipe, resume=resume, force=force, model=checkpoint.path, recipe_file=file)
                 stack.enter_context(held(out))
         # All that can be refused has been by the end of this: only then the run that was there is removed.
         run = assemble(accelerator, checkpoint, recipe, out)

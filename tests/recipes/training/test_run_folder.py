@@ -139,6 +139,69 @@ def test_what_no_run_wrote_is_not_replaced(model_folder, recipe, tmp_path):
     assert (tmp_path / "checkpoints" / "mine.txt").is_file()
 
 
+INPUTS = {
+    "data.train": ("checkpoints/a.jsonl", "data.train"),
+    "data.val": ("final/val.jsonl", "data.val"),
+    "a folder of texts around it": (".", "data.train"),
+    "data.tokenizer": ("final", "data.tokenizer"),
+    "data.cache": ("checkpoints/cache", "data.cache"),
+    "the recipe": ("recipe.yaml", None),
+    "a recipe beside": ("checkpoints/my.yaml", None),
+    "the model to train": ("final", "model"),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("linked", [False, True])
+def test_force_never_deletes_an_input(name, linked, model_folder, text, finished, tmp_path):
+    recipe, out = finished
+    place, key = INPUTS[name]
+    (out / "checkpoints" / "cache").mkdir()
+    (out / "checkpoints" / "my.yaml").write_text((out / "recipe.yaml").read_text())
+    for file in ("checkpoints/a.jsonl", "final/val.jsonl"):
+        shutil.copyfile(text, out / file)
+    given = out / place
+    if linked:
+        given = tmp_path / f"link{given.suffix}"
+        given.symlink_to(out / place)
+    before = snapshot(out)
+    changes = [f"{key}={given}"] if key not in (None, "model") else []
+    what = key if changes else "the recipe" if key is None else "the model to train"
+    message = rf"run: replacing this run would delete [\w.]+, which is or holds {what} \(.*give another run folder"
+    with pytest.raises(OutputExistsError, match=message):
+        finetune(
+            given if key == "model" else model_folder,
+            given if key is None else recipe,
+            out,
+            overrides=changes,
+            force=True,
+        )
+    assert snapshot(out) == before
+
+
+@pytest.mark.parametrize("key", ["data.val", "data.tokenizer"])
+def test_going_on_replaces_no_input_either(key, model_folder, text, finished):
+    recipe, out = finished
+    shutil.copyfile(text, out / "final" / "text.jsonl")
+    before = snapshot(out)
+    given = out / "final" / ("text.jsonl" if key == "data.val" else "")
+    with pytest.raises(OutputExistsError, match=rf"would delete final, which is or holds {key}"):
+        finetune(model_folder, recipe, out, overrides=[f"{key}={given}"], resume=True)
+    assert snapshot(out) == before
+
+
+@pytest.mark.parametrize("part", ["checkpoints", "final", "metrics.jsonl"])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_linked_part_of_a_run_is_refused_before_anything_goes(part, there, model_folder, finished, tmp_path):
+    recipe, out = finished
+    (out / part).rename(tmp_path / "moved")
+    (out / part).symlink_to(tmp_path / ("moved" if there else "gone"))
+    before = snapshot(tmp_path)
+    with pytest.raises(OutputExistsError, match=f"run/{part}: is a link, .*; remove the link yourself"):
+        finetune(model_folder, recipe, out, force=True)
+    assert snapshot(tmp_path) == before
+
+
 @pytest.mark.parametrize("inside", [".", "run", "a/b"])
 def test_a_run_does_not_go_into_the_model_it_trains(inside, model_folder, recipe, tmp_path):
     model = shutil.copytree(model_folder, tmp_path / "model")
