@@ -26,6 +26,7 @@ from ..recipes.training.adapter_files import (
     SOURCE,
     TENSORS,
     AdapterSource,
+    adapter_recipe,
     read_adapter_config,
     read_adapter_tensors,
 )
@@ -35,6 +36,7 @@ from ..surgery.checkpoint.licenses import card_metadata, license_files, license_
 from ..surgery.checkpoint.sources import (
     TOKENIZER_PATTERNS,
     is_of_tokenizer,
+    recipe_files,
     tokenizer_file_name,
     tokenizer_files,
     weight_files,
@@ -60,6 +62,7 @@ _BESIDE = {
         "profile.png",
         "surgery_report.json",
         RECIPE_FILE,
+        "recipe-*.yaml",
     ),
     ADAPTER: (CONFIG, SOURCE, RECIPE_FILE),
 }
@@ -211,7 +214,7 @@ def _facts(
         base_model=checkpoint.base_model,
         verification=report.verification_lines() if report else {},
         terms=license_terms(card_metadata(folder)),
-        training=training_facts(folder / RECIPE_FILE),
+        training=tuple(fact for recipe in recipe_files(folder) for fact in training_facts(recipe)),
         evaluation=figures.section() if figures else "",
         model_index=figures.model_index(name.split("/")[-1]) if figures else (),
         picture=(folder / "profile.png").is_file(),
@@ -238,7 +241,8 @@ def _adapter_card(
             f"{folder}: the adapter belongs to a model folder named {named!r}, which nobody else has; push that model "
             "first and name it with --base owner/name"
         )
-    training = training_facts(folder / RECIPE_FILE) or training_facts(folder.parent / RECIPE_FILE)
+    recipe = adapter_recipe(folder)
+    training = () if recipe is None else training_facts(recipe)
     swapped, fingerprint = (source.palimpsa_layers, source.fingerprint) if source else ((), None)
     card = render_adapter_card(name, named, swapped, config, card_metadata(folder), training, figures)
     return card, {"base_fingerprint": fingerprint, "peft_type": config.get("peft_type")}, frozenset()
@@ -255,9 +259,12 @@ def training_facts(recipe: Path) -> tuple[str, ...]:
         return ()
     said = read_model(Recipe, recipe)
     amount = counted(said.steps, "step") if said.steps else counted(said.tokens, "token")
-    facts = [f"mode `{said.mode}`, {amount}, {counted(said.batch_size, 'sequence')} of {said.data.seq_len} a step"]
-    if said.data.train:
-        facts.append(f"text: `{_cleaned(said.data.train)}`")
+    before = "" if recipe.name == RECIPE_FILE else f"what it was made from (`{recipe.name}`): "
+    what = f"mode `{said.mode}`, {amount}, {counted(said.batch_size, 'sequence')} of {said.data.seq_len} a step"
+    text = f"text: `{_cleaned(said.data.train)}`" if said.data.train else ""
+    if before:
+        return (f"{before}{what}{', ' if text else ''}{text}",)
+    facts = [what, *([text] if text else [])]
     facts.append(f"`{RECIPE_FILE}` has every setting")
     return tuple(facts)
 
@@ -276,7 +283,7 @@ def _copy_evaluation(report: Path, staging: Path) -> CardEvaluation:
 def _copy_clean(source: Path, target: Path) -> None:
     """Copies a file without the paths in its settings. Files of other programs lose such an entry of their first level
     only, as their deeper text may be tokens; a file without a path is copied byte for byte."""
-    if source.name not in _OWN_FILES:
+    if source.name not in _OWN_FILES and not source.match("recipe-*.yaml"):
         copy_without_paths(source, target)
         return
     content = load_json(source) if source.suffix == ".json" else load_yaml(source)

@@ -27,6 +27,8 @@ from .recipe import Recipe, dump_recipe
 
 logger = logging.getLogger(__name__)
 
+_OF_THE_SOURCE = ("eval.json", "eval-*.png", "recipe.yaml", "recipe-*.yaml")
+"""What is said of a source alone: its figures, and its recipes, which `copy_companions` counts among the earlier."""
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth")
 
 
@@ -99,14 +101,15 @@ def save_tensors(
 
 
 def carry_along(checkpoint: Checkpoint, folder: Path, name: str) -> None:
-    """The files beside the weights: of a converted model all, of another one tokenizer, generation config and a card
-    that keeps its licence."""
+    """The files beside the weights: of a converted model all but its own figures, of another one tokenizer, generation
+    config and a card that keeps its licence; of both the recipes, as those of what this one was made from."""
     if checkpoint.layout != "palimpsa_mamba2":
         write_text(folder / "README.md", card_without_surgery(checkpoint, name, checkpoint.palimpsa_layers))
     else:
         with reading(checkpoint.source_id):
             for path in sorted(checkpoint.path.iterdir()):
-                if path.is_file() and not (_is_weights(path) or is_of_tokenizer(path.name)):
+                said = any(path.match(pattern) for pattern in _OF_THE_SOURCE)
+                if path.is_file() and not (said or _is_weights(path) or is_of_tokenizer(path.name)):
                     shutil.copyfile(path, folder / path.name)
     copy_companions(checkpoint, folder)
 

@@ -150,6 +150,18 @@ def test_paths_are_cut_to_their_last_part(model, staging):
     assert "text: `text.jsonl`" in card
 
 
+def test_the_card_says_what_a_model_was_made_from_was_trained_on(model, staging):
+    for number, name in enumerate(("recipe-1.yaml", "recipe.yaml"), 3):
+        (model / name).write_text(yaml.safe_dump({**RECIPE, "steps": number}))
+    upload = prepare_upload(model, staging, NAME)
+    card = upload.files["README.md"].read_text()
+    first = (
+        "what it was made from (`recipe-1.yaml`): mode `full`, 3 steps, 4 sequences of 512 a step, text: `text.jsonl`"
+    )
+    assert f"## Training\n\n- {first}\n- mode `full`, 4 steps" in card
+    assert yaml.safe_load(upload.files["recipe-1.yaml"].read_text())["data"]["train"] == "text.jsonl"
+
+
 def test_a_data_set_of_the_hub_keeps_its_name(model, staging):
     (model / "recipe.yaml").write_text(yaml.safe_dump({**RECIPE, "data": {"train": "owner/texts"}}))
     prepare_upload(model, staging, NAME)
