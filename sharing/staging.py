@@ -48,6 +48,7 @@ from ..surgery.conversion.report import ConversionReport, dtype_name
 from ..surgery.conversion.writer import INDEX_FILE
 from ..surgery.measure.profile import read_profile
 from ..surgery.planning.plan import read_plan
+from .adapter_base import check_base
 from .adapter_card import render_adapter_card
 from .evaluation_card import EVAL_FILE, CardEvaluation, card_evaluation
 
@@ -94,7 +95,13 @@ class Upload:
 
 
 def prepare_upload(
-    folder: str | Path, staging: Path, name: str, *, evaluation: str | Path | None = None, base: str | None = None
+    folder: str | Path,
+    staging: Path,
+    name: str,
+    *,
+    evaluation: str | Path | None = None,
+    base: str | None = None,
+    token: str | None = None,
 ) -> Upload:
     """Puts together what a push of `folder` uploads; all but the weights is written to `staging`.
 
@@ -103,7 +110,8 @@ def prepare_upload(
         staging: an empty folder for what is written.
         name: the Hub id, for the card.
         evaluation: eval.json of the model; by default the one in the folder, if any.
-        base: Hub id of an adapter's base, when the adapter was trained on a folder.
+        base: Hub id of an adapter's base, when the adapter was trained on a folder; compared as far as it can be.
+        token: Hub token, for a private base.
 
     Raises:
         UsageError: neither a model nor an adapter, or an option that does not go with it.
@@ -133,6 +141,8 @@ def prepare_upload(
     files |= {file: folder / file for file in weights}
     left = [n for n in names if n not in files and not n.startswith(".")]
     notes = (f"not part of a model, so not uploaded: {', '.join(left)}",) if left else ()
+    if base is not None:
+        notes = (*notes, check_base(folder, base, token))
     return Upload(kind, dict(sorted(files.items())), own is None, identity, notes)
 
 
