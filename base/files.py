@@ -28,6 +28,12 @@ _PARTS_OF_A_MODEL = (
     *("surgery_report.json", "recipe.yaml", "recipe-*.yaml", "eval.json", "eval-*.png", "README.md", ".gitattributes"),
     *("LICEN[SC]E*", "licen[sc]e*", "NOTICE*", "notice*"),
 )
+_READ_BY_NAME = (
+    *("*config.json", "params.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "tekken.json"),
+    *("vocab.json", "chat_template.json", "*.index.json", "adapter_source.json", "surgery_report.json", "state.json"),
+    *("meta.json", "recipe.yaml", "recipe-*.yaml"),
+)
+"""Names that no report has: a file of that name is another's, whoever asks to replace it."""
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
@@ -200,6 +206,11 @@ def refuse_file_name(path: str | Path, *suffixes: str) -> None:
         raise UsageError(f"{path}: is a folder; {expected}")
     if file.suffix not in suffixes:
         raise UsageError(f"{path}: is no name for this output; {expected}")
+    if any(fnmatch(file.name, pattern) for pattern in _READ_BY_NAME):
+        raise UsageError(
+            f"{path}: is the name of a file that a model or a run is read from; choose another, such as "
+            f"{file.stem}-1{suffixes[0]}"
+        )
 
 
 def refuse_to_delete(path: str | Path, *inputs: str | Path | None) -> None:
@@ -216,7 +227,7 @@ def refuse_to_delete(path: str | Path, *inputs: str | Path | None) -> None:
     _refuse_in_use(path, *inputs)
     if path.is_file():
         raise OutputExistsError(f"{path}: is a file, and a folder is to be written; choose another output")
-    strange = _not_ours(path) if path.is_dir() else []
+    strange = not_ours(path) if path.is_dir() else []
     if strange:
         raise OutputExistsError(
             f"{path}: is no model, adapter or run folder, or holds more than that, and replacing it would delete "
@@ -241,7 +252,7 @@ def refuse_to_replace(outputs: Iterable[str | Path], *inputs: str | Path | None,
             raise OutputExistsError(f"{path}: is a folder, and a file is to be written; choose another output")
 
 
-def _not_ours(folder: Path) -> list[str]:
+def not_ours(folder: Path) -> list[str]:
     """The names in a folder that keep it from being a model, an adapter or a run of this program and nothing else."""
     names = sorted(entry.name for entry in folder.iterdir())
     if "recipe.yaml" in names and not {"config.json", "adapter_config.json"} & set(names):

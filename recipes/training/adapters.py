@@ -41,7 +41,7 @@ from .adapter_files import (
     read_adapter_tensors,
 )
 from .recipe import Recipe, dump_recipe, load_recipe
-from .saving import save_tensors
+from .saving import keep_own, save_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,7 @@ def save_adapter(
         write_model(source, folder / SOURCE)
         if recipe is not None:
             write_text(folder / RECIPE, dump_recipe(recipe))
+        keep_own(out, folder)
 
 
 def find_adapter(run: str | Path) -> Path:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ...base.console import human_bytes
 from ...base.errors import OutputError, OutputExistsError, UsageError
 from ...base.files import RUN_PARTS, inputs_within, write_text
 from ...base.records import TEXT_SUFFIXES
@@ -152,6 +153,39 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def check_room(out: Path, recipe: Recipe, trained: int, model_bytes: int, *, resume: bool) -> None:
+    """Refuses a run whose checkpoints and model the disk cannot hold, before the run that was there is removed.
+
+    An estimate: what other programs write meanwhile, and quotas, nobody can tell.
+
+    Args:
+        out: the run folder, which exists.
+        recipe: what is saved how often.
+        trained: parameters that train; a checkpoint has each with Adam's two moments in fp32.
+        model_bytes: of `final/`.
+        resume: what is there stays until it is replaced.
+
+    Raises:
+        OutputError: there is less room than needed.
+    """
+    saves = -(-recipe.total_steps() // recipe.save_every) if recipe.save_every else 0
+    there = sum(file.stat().st_size for name in PARTS for file in _files_of(out / name))
+    kept = min(saves, recipe.keep + 1) * 12 * trained
+    if resume:  # its checkpoints are among those counted
+        kept = max(0, kept - sum(file.stat().st_size for file in _files_of(out / "checkpoints")))
+    adapter = 4 * trained if recipe.mode in ("lora", "qlora") else 0
+    needed, free = kept + model_bytes + adapter, shutil.disk_usage(out).free + (0 if resume else there)
+    if needed > free:
+        raise OutputError(
+            f"{out}: the run needs about {human_bytes(needed)} ({human_bytes(kept)} for checkpoints), and the disk has "
+            f"{human_bytes(free)} for it; make room, lower keep, or give a run folder on another disk"
+        )
+
+
+def _files_of(path: Path) -> list[Path]:
+    return [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
 
 
 def clear_run_folder(out: Path, recipe: Recipe, *, resume: bool) -> None:

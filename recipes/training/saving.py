@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...base.files import load_json, output_folder, write_json, write_text
+from ...base.files import load_json, not_ours, output_folder, write_json, write_text
 from ...modeling.bundle import auto_map, bundle_remote_code
 from ...modeling.palimpsa_mamba2.configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 from ...surgery.checkpoint.checkpoint import Checkpoint
 from ...surgery.checkpoint.loading import keeps_fp32
 from ...surgery.checkpoint.sources import is_of_tokenizer, reading
 from ...surgery.checkpoint.tokenizer import SPECIAL_TOKEN_IDS
+from ...surgery.conversion.card import kept_readme
 from ...surgery.conversion.export import card_without_surgery
 from ...surgery.conversion.model_folder import copy_companions
 from ...surgery.conversion.writer import TensorSpec, write_tensors
@@ -83,12 +84,9 @@ def save_tensors(
         load: gives the tensor of a canonical name.
         dtype: "source", or the dtype of the matrices.
         recipe: written beside the weights.
-        force: replace `out`.
+        force: replace `out`, but for what a user has put there.
     """
-    specs = [
-        TensorSpec(name, entry.shape, stored_dtype(name, entry.dtype, dtype))
-        for name, entry in checkpoint.tensors.items()
-    ]
+    specs = output_specs(checkpoint, dtype)
     with output_folder(out, force=force) as folder:
         carry_along(checkpoint, folder, out.resolve().name)
         write_tensors(folder, specs, load)
@@ -97,7 +95,31 @@ def save_tensors(
         bundle_remote_code(folder)
         if recipe is not None:
             write_text(folder / "recipe.yaml", dump_recipe(recipe))
+        keep_own(out, folder)
     logger.info("saved %s", out)
+
+
+def keep_own(old: Path, new: Path) -> None:
+    """Copies what a user has put into a folder that is replaced: their README.md, and what no stage writes."""
+    kept = not_ours(old) if (old / "config.json").is_file() or (old / "adapter_config.json").is_file() else []
+    kept = [name for name in kept if not (new / name).exists() and not name.startswith(".")]
+    for name in kept:
+        if (old / name).is_dir():
+            shutil.copytree(old / name, new / name, symlinks=True)
+        else:
+            shutil.copy2(old / name, new / name, follow_symlinks=False)
+    readme = kept_readme(old)
+    if readme is not None:
+        write_text(new / "README.md", readme)
+        kept = ["README.md", *kept]
+    if kept:
+        logger.info("%s: kept %s, which this program has not written", old.name, ", ".join(kept))
+
+
+def output_specs(checkpoint: Checkpoint, dtype: str) -> list[TensorSpec]:
+    """Every tensor of the model folder, in the dtype it is stored in."""
+    tensors = checkpoint.tensors.items()
+    return [TensorSpec(name, entry.shape, stored_dtype(name, entry.dtype, dtype)) for name, entry in tensors]
 
 
 def carry_along(checkpoint: Checkpoint, folder: Path, name: str) -> None:

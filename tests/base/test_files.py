@@ -351,6 +351,13 @@ def test_a_forced_replacement_is_of_a_folder_by_a_folder_and_of_a_file_by_a_file
         files.refuse_to_replace([tmp_path / "folder"], force=True)
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "adapter_config.json"])
+def test_no_report_has_the_name_of_a_file_that_a_model_is_read_from(tmp_path, name):
+    with pytest.raises(UsageError, match=rf"{name}: is the name of a file that a model or a run is read from"):
+        files.refuse_file_name(tmp_path / name, ".json", ".yaml")
+    files.refuse_file_name(tmp_path / "eval.json", ".json")
+
+
 def test_a_forced_replacement_never_changes_a_folder_that_is_read(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.json").write_text("[]")
