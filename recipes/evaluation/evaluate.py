@@ -11,7 +11,7 @@ import torch
 
 from ... import __version__
 from ...base.console import progress
-from ...base.errors import UsageError
+from ...base.errors import OutputError, PalimpsaError, UsageError
 from ...base.files import named_path, refuse_file_name, refuse_to_replace
 from ...base.text import data_name
 from ...kernels.backends import describe_device
@@ -29,6 +29,14 @@ from .suites.suite import SUITES, EvalOptions, EvalText, Subject, SuiteResult, s
 
 HARNESS = "lm_eval"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+class UnwrittenReportError(OutputError):
+    """The report cannot be written; what was measured is its `report`."""
+
+    def __init__(self, message: str, report: EvalReport) -> None:
+        super().__init__(message)
+        self.report = report
 
 
 def evaluate(
@@ -79,6 +87,7 @@ def evaluate(
 
     Raises:
         UsageError: an unknown suite or option, or tokenizers that do not encode alike.
+        UnwrittenReportError: the disk is full.
         EvaluationError: a figure is not finite; the harness is not installed or does not know a task.
     """
     names = _suite_names(suites, lm_eval)
@@ -132,7 +141,12 @@ def evaluate(
         options={key: list(v) if isinstance(v, tuple) else v for key, v in asdict(settings).items()},
         suites=_compared(results, [fact.name for fact in facts]),
     )
-    return report if out is None else _written(report, out)
+    if out is None:
+        return report
+    try:
+        return _written(report, out)
+    except PalimpsaError as error:
+        raise UnwrittenReportError(str(error), report) from error
 
 
 def _suite_names(suites: Sequence[str] | None, lm_eval: Sequence[str]) -> tuple[str, ...]:
