@@ -65,6 +65,7 @@ def check_run_folder(
         raise OutputExistsError(
             f"{out}: holds a run ({', '.join(used)}); give --resume to go on, or --force to replace it"
         )
+    _refuse_inputs(out, recipe, model, recipe_file, resume=resume)
     if used and PARTS[0] not in used and not resume:
         raise OutputExistsError(
             f"{out}: holds {', '.join(used)} and no {PARTS[0]}, so no run wrote that; give another run folder, or "
@@ -76,7 +77,6 @@ def check_run_folder(
             f"{out / linked[0]}: is a link, and a run that is replaced has files and folders of its own; remove the "
             "link yourself, or give another run folder"
         )
-    _refuse_inputs(out, recipe, model, recipe_file, resume=resume)
 
 
 def _refuse_inputs(out: Path, recipe: Recipe, model: Path, recipe_file: Path | None, *, resume: bool) -> None:
@@ -95,9 +95,11 @@ def _refuse_inputs(out: Path, recipe: Recipe, model: Path, recipe_file: Path | N
         for what, paths in inputs.items():
             lost = inputs_within(part, *paths) if part.exists() else []
             if lost:
+                itself = lost[0].resolve() == part.resolve()
                 raise OutputExistsError(
-                    f"{out}: replacing this run would delete {part.name}, which is or holds {what} ({lost[0].name}); "
-                    "give another run folder, or put that elsewhere"
+                    f"{out}: replacing this run would delete {part.name}, "
+                    f"{what if itself else f'and {what} ({lost[0].name}) in it'}; give another run folder, or put that "
+                    "elsewhere"
                 )
 
 
