@@ -206,11 +206,6 @@ def refuse_file_name(path: str | Path, *suffixes: str) -> None:
         raise UsageError(f"{path}: is a folder; {expected}")
     if file.suffix not in suffixes:
         raise UsageError(f"{path}: is no name for this output; {expected}")
-    if any(fnmatch(file.name, pattern) for pattern in _READ_BY_NAME):
-        raise UsageError(
-            f"{path}: is the name of a file that a model or a run is read from; choose another, such as "
-            f"{file.stem}-1{suffixes[0]}"
-        )
 
 
 def refuse_to_delete(path: str | Path, *inputs: str | Path | None) -> None:
@@ -250,6 +245,11 @@ def refuse_to_replace(outputs: Iterable[str | Path], *inputs: str | Path | None,
         _refuse_in_use(path, *inputs)
         if path.is_dir():
             raise OutputExistsError(f"{path}: is a folder, and a file is to be written; choose another output")
+        if any(fnmatch(path.name, pattern) for pattern in _READ_BY_NAME):
+            raise OutputExistsError(
+                f"{path}: is the name of a file that a model or a run is read from; choose another, such as "
+                f"{path.stem}-1{path.suffix}"
+            )
 
 
 def not_ours(folder: Path) -> list[str]:

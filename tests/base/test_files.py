@@ -352,10 +352,13 @@ def test_a_forced_replacement_is_of_a_folder_by_a_folder_and_of_a_file_by_a_file
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "adapter_config.json"])
-def test_no_report_has_the_name_of_a_file_that_a_model_is_read_from(tmp_path, name):
-    with pytest.raises(UsageError, match=rf"{name}: is the name of a file that a model or a run is read from"):
-        files.refuse_file_name(tmp_path / name, ".json", ".yaml")
-    files.refuse_file_name(tmp_path / "eval.json", ".json")
+@pytest.mark.parametrize("there", [True, False])
+def test_no_report_has_the_name_of_a_file_that_a_model_is_read_from(tmp_path, there, name):
+    if there:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(OutputExistsError, match=rf"{name}: is the name of a file that a model or a run is read from"):
+        files.refuse_to_replace([tmp_path / name], force=True)
+    files.refuse_to_replace([tmp_path / "eval.json"], force=True)
 
 
 def test_a_forced_replacement_never_changes_a_folder_that_is_read(tmp_path):
