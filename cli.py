@@ -192,8 +192,7 @@ def measure(
     from .base.files import refuse_file_name, refuse_to_replace
     from .surgery.checkpoint.sources import files_read
     from .surgery.measure.forgetting import measure as run
-    from .surgery.measure.plots import plot_profile
-    from .surgery.measure.profile import write_profile
+    from .surgery.measure.plots import write_profile_and_picture
 
     refuse_file_name(out, ".json", ".yaml", ".yml")
     picture = Path(out).with_suffix(".png")
@@ -210,8 +209,7 @@ def measure(
         tokenizer=tokenizer,
         revision=revision,
     )
-    write_profile(profile, out)
-    plot_profile(profile, picture)
+    write_profile_and_picture(profile, out, picture)
     if json:
         _print_json(profile.model_dump(mode="json"))
         return
@@ -385,34 +383,44 @@ def evaluate(
 ) -> None:
     """Measure what a model is worth, beside another one."""
     from .base.text import parse_numbers
+    from .recipes.evaluation.evaluate import UnwrittenReportError
     from .recipes.evaluation.evaluate import evaluate as run
 
     _require_kernels(require_kernels)
-    report = run(
-        model,
-        against,
-        suites=None if suite is None else suite.split(","),
-        data=data,
-        lengths=parse_numbers("--lengths", lengths),
-        tokens=tokens,
-        trials=trials,
-        seed=seed,
-        lm_eval=lm_eval.split(",") if lm_eval else (),
-        lm_eval_limit=lm_eval_limit,
-        device=_device(device),
-        dtype=dtype,
-        tokenizer=tokenizer,
-        revision=revision,
-        out=out,
-        force=force,
-    )
+    try:
+        report = run(
+            model,
+            against,
+            suites=None if suite is None else suite.split(","),
+            data=data,
+            lengths=parse_numbers("--lengths", lengths),
+            tokens=tokens,
+            trials=trials,
+            seed=seed,
+            lm_eval=lm_eval.split(",") if lm_eval else (),
+            lm_eval_limit=lm_eval_limit,
+            device=_device(device),
+            dtype=dtype,
+            tokenizer=tokenizer,
+            revision=revision,
+            out=out,
+            force=force,
+        )
+    except UnwrittenReportError as error:  # the figures took hours, perhaps
+        _print_evaluation(error.report, json, None)
+        raise
+    _print_evaluation(report, json, out)
+
+
+def _print_evaluation(report: Any, json: bool, out: str | None) -> None:
     if json:
         _print_json(report.model_dump(mode="json"))
         return
-    rows, total = report.printed_rows(), len(report.table_rows())
+    total = len(report.table_rows())
+    rows = report.table_rows() if out is None else report.printed_rows()  # what is in no file is printed whole
     print(table(rows, report.table_headers()))
     rest = [f"these are {len(rows)} of {total} rows; {out} has them all"] if len(rows) < total else []
-    print("\n".join(["", *rest, *report.notes, f"wrote {out}"]))
+    print("\n".join(["", *rest, *report.notes, *([] if out is None else [f"wrote {out}"])]))
 
 
 @verb

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Hashable, Iterable, Iterator
+from fnmatch import fnmatchcase as fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,21 @@ from .errors import OutputError, OutputExistsError, PalimpsaError, SchemaError, 
 from .siblings import lock, locked_folder, settle_leftovers, sibling, take_place
 
 _WINDOWS = os.name == "nt"
+RUN_PARTS = ("recipe.yaml", "metrics.jsonl", "checkpoints", "adapter", "final")
+"""What a run writes, the recipe first."""
+_PARTS_OF_A_MODEL = (
+    *("*config.json", "*.safetensors", "*.bin", "*.index.json", "*.py", "__pycache__", "adapter_source.json"),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken"),
+    *("chat_template.*", "additional_chat_templates", "tekken.json", "plan.yaml", "profile.json", "profile.png"),
+    *("surgery_report.json", "recipe.yaml", "recipe-*.yaml", "eval.json", "eval-*.png", "README.md", ".gitattributes"),
+    *("LICEN[SC]E*", "licen[sc]e*", "NOTICE*", "notice*"),
+)
+_READ_BY_NAME = (
+    *("*config.json", "params.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "tekken.json"),
+    *("vocab.json", "chat_template.json", "*.index.json", "adapter_source.json", "surgery_report.json", "state.json"),
+    *("meta.json", "recipe.yaml", "recipe-*.yaml"),
+)
+"""Names that no report has: a file of that name is another's, whoever asks to replace it."""
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
@@ -195,7 +211,7 @@ def refuse_to_delete(path: str | Path, *inputs: str | Path | None) -> None:
     """Raises `OutputExistsError` when a folder at `path` would delete what is read, or what somebody else has written.
 
     `--force` replaces a folder as a whole: an input in it, the folder that the user works in, and files of the user's
-    own would be gone. A folder is this program's where it is a model, an adapter or a run.
+    own would be gone. A folder is this program's where it is a model, an adapter or a run, and holds no other names.
 
     Args:
         path: the folder to be written.
@@ -205,13 +221,12 @@ def refuse_to_delete(path: str | Path, *inputs: str | Path | None) -> None:
     _refuse_in_use(path, *inputs)
     if path.is_file():
         raise OutputExistsError(f"{path}: is a file, and a folder is to be written; choose another output")
-    if not path.is_dir() or _is_ours(path):
-        return
-    strange = sorted(entry.name for entry in path.iterdir())
+    strange = not_ours(path) if path.is_dir() else []
     if strange:
         raise OutputExistsError(
-            f"{path}: is no model, adapter or run folder, and replacing it would delete {', '.join(strange[:3])}"
-            f"{' ...' if len(strange) > 3 else ''}; choose another output, or remove it yourself"
+            f"{path}: is no model, adapter or run folder, or holds more than that, and replacing it would delete "
+            f"{', '.join(strange[:3])}{' ...' if len(strange) > 3 else ''}; choose another output, or remove it "
+            "yourself"
         )
 
 
@@ -229,29 +244,59 @@ def refuse_to_replace(outputs: Iterable[str | Path], *inputs: str | Path | None,
         _refuse_in_use(path, *inputs)
         if path.is_dir():
             raise OutputExistsError(f"{path}: is a folder, and a file is to be written; choose another output")
+        if any(fnmatch(path.name, pattern) for pattern in _READ_BY_NAME):
+            raise OutputExistsError(
+                f"{path}: is the name of a file that a model or a run is read from; choose another, such as "
+                f"{path.stem}-1{path.suffix}"
+            )
 
 
-def _is_ours(folder: Path) -> bool:
-    """Whether a folder is a model, an adapter or a run, told by the names in it."""
-    names = {entry.name for entry in folder.iterdir()}
+def not_ours(folder: Path) -> list[str]:
+    """The names in a folder that keep it from being a model, an adapter or a run of this program and nothing else."""
+    names = sorted(entry.name for entry in folder.iterdir())
+    if "recipe.yaml" in names and not {"config.json", "adapter_config.json"} & set(names):
+        return [name for name in names if name not in RUN_PARTS and not name.startswith(".")]
     model = "config.json" in names and any(name.endswith((".safetensors", ".bin")) for name in names)
-    return model or not names.isdisjoint(("adapter_config.json", "recipe.yaml"))
+    if not model and "adapter_config.json" not in names:
+        return names
+    return [name for name in names if not any(fnmatch(name, pattern) for pattern in _PARTS_OF_A_MODEL)]
+
+
+def inputs_within(path: Path, *inputs: str | Path | None) -> list[Path]:
+    """Which of `inputs` would be gone or changed with `path`: they are it, lie in it, or links in them lead into it.
+
+    Both the name of an input counts and what it leads to, as a link in a folder that is removed is lost with it.
+    """
+    whole = path.resolve()
+    given = [Path(os.path.expanduser(name)) for name in inputs if name is not None]
+    return [one for one in given if os.path.exists(one) and any(whole in (at, *at.parents) for at in _places(one))]
+
+
+def _places(path: Path) -> set[Path]:
+    """Where an input lies: its own name, that of each link on the way to it or in it, and what they lead to."""
+    path = Path(os.path.abspath(path))
+    links = [one for one in path.iterdir() if one.is_symlink() and one.is_file()] if path.is_dir() else []
+    return {
+        place
+        for one in (path, *path.parents, *links)
+        if one == path or one.is_symlink()
+        for place in (one.parent.resolve() / one.name, one.resolve())
+    }
 
 
 def _refuse_in_use(path: Path, *inputs: str | Path | None) -> None:
     if not path.exists():
         return
     whole, here = path.resolve(), Path.cwd()
-    kept = [Path(os.path.expanduser(name)) for name in inputs if name is not None]
-    kept = [one.resolve() for one in kept if os.path.exists(one)]
-    kept += [here, Path.home()] if path.is_dir() else []
-    below = [one for one in kept if whole in (one, *one.parents)]
+    below = inputs_within(path, *inputs)
+    below += [one for one in (here, Path.home()) if path.is_dir() and whole in (one.resolve(), *one.resolve().parents)]
     if below:
-        where = "is" if below[0] == whole else "lies in"
+        where = "is" if below[0].resolve() == whole else "lies in"
         raise OutputExistsError(
-            f"{path}: replacing this would delete {below[0].name or below[0]}, which is in use and {where} it; "
-            "choose another output"
+            f"{path}: replacing this would delete {below[0].name or below[0].resolve().name}, which is in use and "
+            f"{where} it; choose another output"
         )
+    kept = [Path(os.path.expanduser(name)).resolve() for name in inputs if name is not None]
     around = [one for one in kept if path.is_file() and one.is_dir() and one in whole.parents]
     if around:
         raise OutputExistsError(f"{path}: lies in {around[0].name}, which is read; choose an output outside it")

@@ -137,7 +137,7 @@ def push(
     with tempfile.TemporaryDirectory(prefix="palimpsa-push-") as temporary:
         staging, fetched = Path(temporary) / "staging", Path(temporary) / "fetched"
         staging.mkdir()
-        upload = prepare_upload(model, staging, name, evaluation=evaluation, base=base)
+        upload = prepare_upload(model, staging, name, evaluation=evaluation, base=base, token=token)
         with _hub_errors(name, token), _progress():
             return _Push(api, name, upload, fetched, public, force).run()
 

@@ -27,6 +27,7 @@ from ..recipes.training.adapter_files import (
     SOURCE,
     TENSORS,
     AdapterSource,
+    adapter_recipe,
     read_adapter_config,
     read_adapter_tensors,
 )
@@ -36,6 +37,7 @@ from ..surgery.checkpoint.licenses import card_metadata, license_files, license_
 from ..surgery.checkpoint.sources import (
     TOKENIZER_PATTERNS,
     is_of_tokenizer,
+    recipe_files,
     tokenizer_file_name,
     tokenizer_files,
     weight_files,
@@ -47,6 +49,7 @@ from ..surgery.conversion.report import ConversionReport
 from ..surgery.conversion.writer import INDEX_FILE
 from ..surgery.measure.profile import read_profile
 from ..surgery.planning.plan import read_plan
+from .adapter_base import check_base
 from .adapter_card import render_adapter_card
 from .evaluation_card import EVAL_FILE, CardEvaluation, card_evaluation
 
@@ -61,6 +64,7 @@ _BESIDE = {
         "profile.png",
         "surgery_report.json",
         RECIPE_FILE,
+        "recipe-*.yaml",
     ),
     ADAPTER: (CONFIG, SOURCE, RECIPE_FILE),
 }
@@ -92,7 +96,13 @@ class Upload:
 
 
 def prepare_upload(
-    folder: str | Path, staging: Path, name: str, *, evaluation: str | Path | None = None, base: str | None = None
+    folder: str | Path,
+    staging: Path,
+    name: str,
+    *,
+    evaluation: str | Path | None = None,
+    base: str | None = None,
+    token: str | None = None,
 ) -> Upload:
     """Puts together what a push of `folder` uploads; all but the weights is written to `staging`.
 
@@ -101,7 +111,8 @@ def prepare_upload(
         staging: an empty folder for what is written.
         name: the Hub id, for the card.
         evaluation: eval.json of the model; by default the one in the folder, if any.
-        base: Hub id of an adapter's base, when the adapter was trained on a folder.
+        base: Hub id of an adapter's base, when the adapter was trained on a folder; compared as far as it can be.
+        token: Hub token, for a private base.
 
     Raises:
         UsageError: neither a model nor an adapter, or an option that does not go with it.
@@ -131,6 +142,8 @@ def prepare_upload(
     files |= {file: folder / file for file in weights}
     left = [n for n in names if n not in files and not n.startswith(".")]
     notes = (f"not part of a model, so not uploaded: {', '.join(left)}",) if left else ()
+    if base is not None:
+        notes = (*notes, check_base(folder, base, token))
     return Upload(kind, dict(sorted(files.items())), own is None, identity, notes)
 
 
@@ -211,7 +224,7 @@ def _facts(
         base_model=checkpoint.base_model,
         verification=report.verification_lines() if report else {},
         terms=license_terms(card_metadata(folder)),
-        training=training_facts(folder / RECIPE_FILE),
+        training=tuple(fact for recipe in recipe_files(folder) for fact in training_facts(recipe)),
         evaluation=figures.section() if figures else "",
         results=figures.results() if figures else (),
         picture=(folder / "profile.png").is_file(),
@@ -238,7 +251,8 @@ def _adapter_card(
             f"{folder}: the adapter belongs to a model folder named {named!r}, which nobody else has; push that model "
             "first and name it with --base owner/name"
         )
-    training = training_facts(folder / RECIPE_FILE) or training_facts(folder.parent / RECIPE_FILE)
+    recipe = adapter_recipe(folder)
+    training = () if recipe is None else training_facts(recipe)
     swapped, fingerprint = (source.palimpsa_layers, source.fingerprint) if source else ((), None)
     card = render_adapter_card(name, named, swapped, config, card_metadata(folder), training, figures)
     return card, {"base_fingerprint": fingerprint, "peft_type": config.get("peft_type")}, frozenset()
@@ -255,9 +269,12 @@ def training_facts(recipe: Path) -> tuple[str, ...]:
         return ()
     said = read_model(Recipe, recipe)
     amount = counted(said.steps, "step") if said.steps else counted(said.tokens, "token")
-    facts = [f"mode `{said.mode}`, {amount}, {counted(said.batch_size, 'sequence')} of {said.data.seq_len} a step"]
-    if said.data.train:
-        facts.append(f"text: `{_cleaned(said.data.train)}`")
+    before = "" if recipe.name == RECIPE_FILE else f"what it was made from (`{recipe.name}`): "
+    what = f"mode `{said.mode}`, {amount}, {counted(said.batch_size, 'sequence')} of {said.data.seq_len} a step"
+    text = f"text: `{_cleaned(said.data.train)}`" if said.data.train else ""
+    if before:
+        return (f"{before}{what}{', ' if text else ''}{text}",)
+    facts = [what, *([text] if text else [])]
     facts.append(f"`{RECIPE_FILE}` has every setting")
     return tuple(facts)
 
@@ -276,7 +293,7 @@ def _copy_evaluation(report: Path, staging: Path) -> CardEvaluation:
 def _copy_clean(source: Path, target: Path) -> None:
     """Copies a file without the paths in its settings. Files of other programs lose such an entry of their first level
     only, as their deeper text may be tokens; a file without a path is copied byte for byte."""
-    if source.name not in _OWN_FILES:
+    if source.name not in _OWN_FILES and not source.match("recipe-*.yaml"):
         copy_without_paths(source, target)
         return
     content = load_json(source) if source.suffix == ".json" else load_yaml(source)

@@ -81,12 +81,9 @@ def open_text(
     Raises:
         DataError: what cannot be read, or holds no text.
     """
-    sources = [source] if isinstance(source, (str, Path)) else list(source)
+    sources = _sources(source)
     as_text = special_tokens == "text"
-    suffixes = CHAT_SUFFIXES if chat else TEXT_SUFFIXES
-    asked: list[Any] = [FORMAT, [_content_key(one, suffixes) for one in sources], tokenizer_key(tokenizer)]
-    asked += [_CHAT_FORMAT if chat else False, max_tokens, *(["special tokens as text"] if as_text else [])]
-    key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+    key = text_key(source, tokenizer, chat=chat, max_tokens=max_tokens, special_tokens=special_tokens)
     folder = cache_folder(cache) / "tokens" / key
     if not (folder / "meta.json").is_file():
         name = ", ".join(data_name(one) for one in sources)
@@ -106,6 +103,30 @@ def open_text(
                 "PALIMPSA_CACHE or data.cache"
             ) from error
     return _open(folder, key)
+
+
+def text_key(
+    source: str | Path | Sequence[str | Path],
+    tokenizer: Any,
+    *,
+    chat: bool = False,
+    max_tokens: int | None = None,
+    special_tokens: str = "parse",
+    names: bool = False,
+) -> str:
+    """What `TokenStore.key` is of these arguments of `open_text`: content decides, not what the files are called.
+
+    With `names` it is the key that earlier releases made, to which the names of the files belonged.
+    """
+    suffixes = CHAT_SUFFIXES if chat else TEXT_SUFFIXES
+    asked: list[Any] = [FORMAT, [_content_key(one, suffixes, names) for one in _sources(source)]]
+    asked += [tokenizer_key(tokenizer), _CHAT_FORMAT if chat else False, max_tokens]
+    asked += ["special tokens as text"] if special_tokens == "text" else []
+    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+
+
+def _sources(source: str | Path | Sequence[str | Path]) -> list[str | Path]:
+    return [source] if isinstance(source, (str, Path)) else list(source)
 
 
 def cache_folder(cache: str | Path | None = None) -> Path:
@@ -130,14 +151,16 @@ def tokenizer_key(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
 
-def _content_key(source: str | Path, suffixes: tuple[str, ...]) -> str:
+def _content_key(source: str | Path, suffixes: tuple[str, ...], names: bool) -> str:
     """sha256 over the bytes of the local files that are read; name and revision of a dataset of the Hub."""
     path = embedded_text_path() if str(source) == EMBEDDED_TEXT else named_path(source, "text")
     if not os.path.exists(path):
         return f"{source}@{_dataset_revision(str(source))}"
     digest = hashlib.sha256()
     for file in [path] if path.is_file() else data_files(path, suffixes):
-        digest.update(file.name.encode() + b"\0")
+        # The ending says how the bytes are read, and the length where the next file begins.
+        kind = f"{Path(file.name.removesuffix('.gz')).suffix} {file.stat().st_size}"
+        digest.update((file.name if names else kind).encode() + b"\0")
         with file.open("rb") as stream:
             while block := stream.read(1 << 20):
                 digest.update(block)

@@ -200,3 +200,12 @@ def batches(windows: Sequence[Window], size: int) -> Iterator[list[Window]]:
         run.append(window)
     if run:
         yield run
+
+
+def windows_key(windows: Sequence[Window]) -> str:
+    """sha256 over the ids and targets of windows: what a loss on them depends on."""
+    digest = hashlib.sha256()
+    for window in windows:
+        for part in (window.input_ids, window.targets):
+            digest.update(np.ascontiguousarray(part, dtype=np.int64).tobytes() + b"|")
+    return digest.hexdigest()

@@ -11,7 +11,7 @@ import torch
 
 from ... import __version__
 from ...base.console import progress
-from ...base.errors import UsageError
+from ...base.errors import OutputError, PalimpsaError, UsageError
 from ...base.files import named_path, refuse_file_name, refuse_to_replace
 from ...base.text import data_name
 from ...kernels.backends import describe_device
@@ -31,6 +31,14 @@ from .seen import seen_text
 from .suites.suite import SUITES, EvalOptions, EvalText, Subject, SuiteResult, suite_module
 
 HARNESS = "lm_eval"
+
+
+class UnwrittenReportError(OutputError):
+    """The report cannot be written; what was measured is its `report`."""
+
+    def __init__(self, message: str, report: EvalReport) -> None:
+        super().__init__(message)
+        self.report = report
 
 
 def evaluate(
@@ -81,6 +89,7 @@ def evaluate(
 
     Raises:
         UsageError: an unknown suite or option, or tokenizers that do not encode alike.
+        UnwrittenReportError: the disk is full.
         EvaluationError: a figure is not finite; the harness is not installed or does not know a task.
     """
     names = _suite_names(suites, lm_eval)
@@ -134,7 +143,12 @@ def evaluate(
         options={key: list(v) if isinstance(v, tuple) else v for key, v in asdict(settings).items()},
         suites=_compared(results, [fact.name for fact in facts]),
     )
-    return report if out is None else _written(report, out)
+    if out is None:
+        return report
+    try:
+        return _written(report, out)
+    except PalimpsaError as error:
+        raise UnwrittenReportError(str(error), report) from error
 
 
 def _suite_names(suites: Sequence[str] | None, lm_eval: Sequence[str]) -> tuple[str, ...]:

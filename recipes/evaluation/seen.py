@@ -1,6 +1,7 @@
 """Whether a text was part of a model's training, as far as the files beside the model tell.
 
-A model folder that was fine-tuned has `recipe.yaml`, which names the training text. Documents are compared by their
+A model folder that was fine-tuned has `recipe.yaml`, which names the training text, and `recipe-1.yaml`, ... of what it
+was made from. Documents are compared by their
 content, so a copy under another name is found too, and so is a part of the text in a file of its own.
 
 The recipe may come with a model that somebody else made: it is read as a claim that may be nonsense, and the paths in
@@ -22,12 +23,12 @@ from ...base.files import load_yaml, named_path
 from ...base.records import EMBEDDED_TEXT, TEXT_SUFFIXES, embedded_text_path
 from ...base.schemas import current_version
 from ...base.text import data_name, documents_of_file, iter_documents
+from ...surgery.checkpoint.sources import recipe_files
 from ..training.recipe import Recipe
 from .report import SeenText
 
 logger = logging.getLogger(__name__)
 
-RECIPE = "recipe.yaml"
 MOST_CHARACTERS = 256 << 20
 """Of a text no more than so many characters are compared: a few seconds."""
 MOST_BYTES = 512 << 20
@@ -49,27 +50,24 @@ def seen_text(folder: str | Path, data: str | Path | None) -> SeenText | None:
         None when nothing of it is in the training text, or when nobody can tell: no recipe beside the model, or, with a
         warning, a training text of another name that is not here.
     """
-    recipe = Path(folder) / RECIPE
-    sources = _training_texts(recipe)
-    if not sources:
+    trained = [(recipe, text) for recipe in recipe_files(Path(folder)) for text in _training_texts(recipe)]
+    if not trained:
         return None
     documents = [_digest(text) for text in _bounded(iter_documents(data))]
     wanted, found, names = set(documents), set(), []
-    for source in sources:
+    for recipe, source in trained:
         hits = _hits(source, wanted, recipe)
         if hits is None:
             if data_name(source) == data_name(data):
                 return SeenText(name=data_name(source), documents=None, of=len(documents))
         elif hits:
             found |= hits
-            names.append(data_name(source))
+            names += [name] if (name := data_name(source)) not in names else []
     count = sum(document in found for document in documents)
     return SeenText(name=", ".join(names), documents=count, of=len(documents)) if count else None
 
 
 def _training_texts(recipe: Path) -> list[str]:
-    if not recipe.is_file():
-        return []
     try:
         return _named(recipe)
     except PalimpsaError as error:

@@ -14,6 +14,7 @@ from ...surgery.checkpoint.lazy import SafetensorsFile
 from ...surgery.checkpoint.sources import reading
 
 CONFIG, TENSORS, SOURCE = "adapter_config.json", "adapter_model.safetensors", "adapter_source.json"
+RECIPE = "recipe.yaml"
 
 _KEEPS_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 """Values of PEFT's `init_lora_weights` whose matrices are put on the base as it is. The others (pissa, olora, corda,
@@ -47,6 +48,13 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
             "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
         )
     return config
+
+
+def adapter_recipe(folder: Path) -> Path | None:
+    """The recipe that an adapter was trained by: beside it, or that of the run in whose `adapter/` it lies."""
+    folder = folder.resolve()
+    run = [folder.parent / RECIPE] if folder.name == "adapter" else []
+    return next((path for path in (folder / RECIPE, *run) if path.is_file()), None)
 
 
 def read_adapter_tensors(folder: Path) -> dict[str, Tensor]:

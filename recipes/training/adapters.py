@@ -16,15 +16,33 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ...base.errors import CheckpointError, UsageError
-from ...base.files import load_json, named_path, output_folder, refuse_existing, refuse_to_delete, write_json
+from ...base.files import (
+    load_json,
+    named_path,
+    output_folder,
+    refuse_existing,
+    refuse_to_delete,
+    write_json,
+    write_text,
+)
 from ...base.schemas import read_model, write_model
 from ...surgery.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ...surgery.checkpoint.dtypes import STORED, dtype_of
 from ...surgery.checkpoint.loading import load_model
 from ...surgery.checkpoint.tokenizer import with_tokenizer
-from .adapter_files import CONFIG, SOURCE, TENSORS, AdapterSource, read_adapter_config, read_adapter_tensors
-from .recipe import Recipe, load_recipe
-from .saving import save_tensors
+from ...surgery.families.mamba2 import EMBEDDING
+from .adapter_files import (
+    CONFIG,
+    RECIPE,
+    SOURCE,
+    TENSORS,
+    AdapterSource,
+    adapter_recipe,
+    read_adapter_config,
+    read_adapter_tensors,
+)
+from .recipe import Recipe, dump_recipe, load_recipe
+from .saving import keep_own, save_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +55,9 @@ _NOT_PLAIN = (
 """Settings of PEFT under which a weight is not base + scale * (B @ A)."""
 
 
-def save_adapter(peft_model: Any, trained: dict[str, Tensor], checkpoint: Checkpoint, out: Path) -> None:
+def save_adapter(
+    peft_model: Any, trained: dict[str, Tensor], checkpoint: Checkpoint, out: Path, recipe: Recipe | None = None
+) -> None:
     """Writes an adapter folder, whole or not at all.
 
     Args:
@@ -45,6 +65,7 @@ def save_adapter(peft_model: Any, trained: dict[str, Tensor], checkpoint: Checkp
         trained: whole trained tensors by their name in `peft_model`.
         checkpoint: the base.
         out: folder to write; an earlier one is replaced.
+        recipe: how it was trained, written beside it, as an adapter may leave its run folder.
     """
     from peft import get_peft_model_state_dict
 
@@ -62,6 +83,9 @@ def save_adapter(peft_model: Any, trained: dict[str, Tensor], checkpoint: Checkp
             base=checkpoint.source_id, fingerprint=checkpoint.fingerprint, palimpsa_layers=checkpoint.palimpsa_layers
         )
         write_model(source, folder / SOURCE)
+        if recipe is not None:
+            write_text(folder / RECIPE, dump_recipe(recipe))
+        keep_own(out, folder)
 
 
 def find_adapter(run: str | Path) -> Path:
@@ -142,8 +166,10 @@ def merge(
     checkpoint = with_tokenizer(open_base(adapter, base), option=None)
     refuse_to_delete(out, adapter, checkpoint.path)
     changed = merged_tensors(read_adapter_tensors(adapter), scale, checkpoint)
-    recipe = named_path(run, "run folder") / "recipe.yaml"
-    save_tensors(checkpoint, Path(out), changed, dtype, load_recipe(recipe) if recipe.is_file() else None, force=force)
+    recipe = adapter_recipe(adapter)
+    if recipe is None:
+        logger.warning("%s: has no %s, so what the adapter was trained on is not known", adapter, RECIPE)
+    save_tensors(checkpoint, Path(out), changed, dtype, None if recipe is None else load_recipe(recipe), force=force)
     return Path(out)
 
 
@@ -173,7 +199,8 @@ def merged_tensors(adapter: dict[str, Tensor], scale: float, checkpoint: Checkpo
         checkpoint: the base.
 
     Raises:
-        CheckpointError: the adapter holds a tensor that the base has no place for, or of another shape.
+        CheckpointError: the adapter holds a tensor that the base has no place for, or of another shape, or changes
+            an embedding in a way that cannot be merged.
     """
     whole: dict[str, Tensor] = {}
     pairs: dict[str, dict[str, Tensor]] = {}
@@ -181,9 +208,21 @@ def merged_tensors(adapter: dict[str, Tensor], scale: float, checkpoint: Checkpo
         plain = name.removeprefix(_PREFIX).replace(".default", "").replace(".modules_to_save", "")
         module, is_low_rank, kind = plain.rpartition(".lora_")
         if is_low_rank:
-            pairs.setdefault(f"{module}.weight", {})[kind.split(".")[0]] = tensor
+            pairs.setdefault(f"{module}.weight", {})[kind.removesuffix(".weight")] = tensor
         else:
             whole[plain] = tensor
+    odd = [f"{name}: {kind}" for name, pair in pairs.items() for kind in pair if kind not in ("A", "B")]
+    if odd:
+        raise CheckpointError(
+            f"{TENSORS}: the adapter holds a low-rank part of {odd[0]}, which is no pair of matrices A and B; only "
+            "adapters on linear layers can be merged here, PEFT merges others"
+        )
+    if EMBEDDING in (*whole, *pairs) and checkpoint.config["tie_word_embeddings"]:
+        raise CheckpointError(
+            f"{TENSORS}: the adapter changes {EMBEDDING}, to which the head of {checkpoint.source_id} is tied and "
+            "which PEFT changes without the head; a merged model would have the head follow, so untie them in the base "
+            "and train the adapter again"
+        )
     strangers = [name for name in (*whole, *pairs) if name not in checkpoint.tensors]
     if strangers:
         raise CheckpointError(f"the adapter holds {strangers[0]}, which the base {checkpoint.source_id} does not have")
@@ -217,7 +256,7 @@ def _product_shapes(pairs: dict[str, dict[str, Tensor]]) -> dict[str, tuple[int,
 def save_run(module: nn.Module, trained: dict[str, Tensor], checkpoint: Checkpoint, out: Path, recipe: Recipe) -> None:
     """Writes `out/adapter`, and `out/final` with the adapter merged, of a lora or qlora run."""
     peft_model = module.model
-    save_adapter(peft_model, trained, checkpoint, out / "adapter")
+    save_adapter(peft_model, trained, checkpoint, out / "adapter", recipe)
     scale = adapter_scale(read_adapter_config(out / "adapter"))
     changed = merged_tensors(read_adapter_tensors(out / "adapter"), scale, checkpoint)
     save_tensors(checkpoint, out / "final", changed, recipe.save_dtype, recipe, force=True)

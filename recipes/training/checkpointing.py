@@ -44,6 +44,7 @@ class Position:
         source: fingerprint of the model that is trained.
         data: key of the training text.
         seed: of the order of the documents and of dropout.
+        validation: key of the validation windows; None where an earlier release has not recorded it.
     """
 
     step: int
@@ -52,6 +53,7 @@ class Position:
     source: str
     data: str
     seed: int
+    validation: str | None = None
 
 
 def model_key(module: nn.Module, layers: list[int]) -> str:
@@ -137,11 +139,14 @@ def load_checkpoint(
     position = read_position(path)
     if is_source is not None and is_source(position.source):
         position = replace(position, source=expected.source)
+    if position.validation is None:
+        position = replace(position, validation=expected.validation)
     for field, what in (
         ("model", "other layers are swapped, or other parameters train"),
         ("source", "the model is another"),
         ("data", "the training text, or the tokenizer, is another"),
         ("seed", "the seed is another"),
+        ("validation", "the validation text is another, so the losses on it would be no curve,"),
     ):
         if getattr(position, field) != getattr(expected, field):
             raise TrainingError(

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,19 @@ from ...kernels.metaplastic.scan import METAPLASTIC_SCAN
 from ...surgery.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ...surgery.checkpoint.loading import load_model
 from ...surgery.checkpoint.tokenizer import open_tokenizer, with_tokenizer
-from ..data.documents import open_text
-from ..data.packing import TokenStream, Window, shared_documents, split_documents
+from ..data.documents import open_text, text_key
+from ..data.packing import TokenStream, Window, shared_documents, split_documents, windows_key
 from ..launch import launched_processes
 from .adapters import save_run
-from .checkpointing import Position, latest_checkpoint, load_checkpoint, model_key
+from .checkpointing import Position, latest_checkpoint, load_checkpoint, model_key, read_position, trained_parameters
 from .loop import check_batch, train
 from .losses import CausalLoss, resolve_loss
 from .metrics import Training, read_metrics, write_metrics_file
 from .modes import ADAPTER_MODES, prepare_mode
 from .optim import make_optimizer
-from .recipe import Recipe, load_recipe
-from .run_folder import check_run_folder, clear_run_folder, held
-from .saving import gather, save_model
+from .recipe import Recipe, find_recipe, load_recipe
+from .run_folder import check_room, check_run_folder, clear_run_folder, held
+from .saving import gather, output_specs, save_model
 from .validation import evaluate_loss
 
 logger = logging.getLogger(__name__)
@@ -96,9 +96,12 @@ def finetune(
         OutputExistsError: `out` holds a run, and neither `resume` nor `force` was given.
         TrainingError: training had to stop; checkpoints written before are whole.
     """
+    file = find_recipe(recipe) if isinstance(recipe, (str, Path)) else None
     recipe, out = load_recipe(recipe, overrides), named_path(out, "run folder")
     with process_settings(recipe):
-        return _finetune(model_folder, recipe, out, resume=resume, force=force, revision=revision, token=token)
+        return _finetune(
+            model_folder, recipe, out, file=file, resume=resume, force=force, revision=revision, token=token
+        )
 
 
 def _finetune(
@@ -106,6 +109,7 @@ def _finetune(
     recipe: Recipe,
     out: Path,
     *,
+    file: Path | None,
     resume: bool,
     force: bool,
     revision: str | None,
@@ -123,17 +127,21 @@ def _finetune(
     with contextlib.ExitStack() as stack:
         with accelerator.main_process_first():
             if main:
-                check_run_folder(out, recipe, resume=resume, force=force, model=checkpoint.path)
+                check_run_folder(out, recipe, resume=resume, force=force, model=checkpoint.path, recipe_file=file)
                 stack.enter_context(held(out))
         # All that can be refused has been by the end of this: only then the run that was there is removed.
         run = assemble(accelerator, checkpoint, recipe, out)
         found = latest_checkpoint(out / "checkpoints") if resume else None
         if found is not None:
+            run.position = replace(run.position, data=_data_key(run, checkpoint, read_position(found).data))
             run.position = load_checkpoint(found, run.module, run.optimizer, run.position, checkpoint.matches)
             logger.info("going on from %s", found.name)
             run.history = read_metrics(out / "metrics.jsonl", until=run.position.step)
         accelerator.wait_for_everyone()
         if main:
+            trained = sum(parameter.numel() for parameter in trained_parameters(run.module).values())
+            size = sum(spec.nbytes for spec in output_specs(checkpoint, recipe.save_dtype))
+            check_room(out, recipe, trained, size, resume=resume)
             clear_run_folder(out, recipe, resume=resume)
             write_metrics_file(out / "metrics.jsonl", run.history)
         if recipe.trackers:
@@ -143,6 +151,22 @@ def _finetune(
         accelerator.end_training()
         accelerator.free_memory()
     return _result(run, time.perf_counter() - started)
+
+
+def _data_key(run: Training, checkpoint: Checkpoint, before: str) -> str:
+    """The key of the training text: as an earlier release made it, of the files' names too, where it made `before`."""
+    data = run.recipe.data
+    if before == run.position.data:
+        return before
+    named = text_key(
+        data.train,
+        open_tokenizer(checkpoint, option=TOKENIZER_KEY),
+        chat=data.chat,
+        max_tokens=data.max_tokens,
+        special_tokens=data.special_tokens,
+        names=True,
+    )
+    return named if named == before else run.position.data
 
 
 @contextlib.contextmanager
@@ -216,7 +240,7 @@ def assemble(accelerator: Any, checkpoint: Checkpoint, recipe: Recipe, out: Path
         stream=stream,
         recipe=recipe,
         folder=out,
-        position=Position(0, 0, key, checkpoint.fingerprint, stream.store.key, recipe.seed),
+        position=Position(0, 0, key, checkpoint.fingerprint, stream.store.key, recipe.seed, windows_key(validation)),
     )
     if validation:
         run.validate = lambda: evaluate_loss(

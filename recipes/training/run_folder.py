@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ...base.console import human_bytes
 from ...base.errors import OutputError, OutputExistsError, UsageError
-from ...base.files import write_text
+from ...base.files import RUN_PARTS, inputs_within, write_text
+from ...base.records import TEXT_SUFFIXES
 from ...base.siblings import settle_leftovers, try_lock
+from ..data.documents import cache_folder
 from .checkpointing import latest_checkpoint, prune
 from .recipe import Recipe, dump_recipe, load_recipe
 
 logger = logging.getLogger(__name__)
 
-PARTS = ("recipe.yaml", "metrics.jsonl", "checkpoints", "adapter", "final")
+PARTS = RUN_PARTS
 """What a run writes, the recipe first; nothing else in a run folder is ever touched."""
 
 MAY_CHANGE = frozenset(
@@ -32,7 +36,9 @@ MAY_CHANGE = frozenset(
 compared by its key), how the same numbers are computed, and what is logged and saved."""
 
 
-def check_run_folder(out: Path, recipe: Recipe, *, resume: bool, force: bool, model: Path) -> None:
+def check_run_folder(
+    out: Path, recipe: Recipe, *, resume: bool, force: bool, model: Path, recipe_file: Path | None = None
+) -> None:
     """Refuses what must not start, before anything is made or removed.
 
     Args:
@@ -41,32 +47,70 @@ def check_run_folder(out: Path, recipe: Recipe, *, resume: bool, force: bool, mo
         resume: go on with the run in `out`.
         force: replace it.
         model: folder of the model to train.
+        recipe_file: that the recipe was read from.
 
     Raises:
-        OutputExistsError: `out` is a file, holds a run although neither was asked for, or the model to train is in it.
+        OutputExistsError: `out` is a file, holds a run although neither was asked for, has a link where the old run is
+            removed, or an input is in what is removed or replaced.
         UsageError: there is nothing to go on from, or the recipe is another than the run's.
     """
     if out.is_file():
         raise OutputExistsError(f"{out}: is a file; give a folder for the run")
     if model.resolve() in (out.resolve(), *out.resolve().parents):
         raise OutputExistsError(f"{out}: is the model to train, or inside it; give a run folder of its own")
-    used = [name for name in PARTS if (out / name).exists()]
+    used = [name for name in PARTS if os.path.lexists(out / name)]
     if resume:
         _check_resume(out, recipe)
     elif used and not force:
         raise OutputExistsError(
             f"{out}: holds a run ({', '.join(used)}); give --resume to go on, or --force to replace it"
         )
-    trained = [name for name in used if (out / name).resolve() in (model.resolve(), *model.resolve().parents)]
-    if trained and not resume:
-        raise OutputExistsError(
-            f"{out}: replacing this run would delete {trained[0]}, the model to train; give another run folder"
-        )
+    _refuse_inputs(out, recipe, model, recipe_file, resume=resume)
     if used and PARTS[0] not in used and not resume:
         raise OutputExistsError(
             f"{out}: holds {', '.join(used)} and no {PARTS[0]}, so no run wrote that; give another run folder, or "
             "remove it yourself"
         )
+    linked = [name for name in used if (out / name).is_symlink()]
+    if linked and not resume:
+        raise OutputExistsError(
+            f"{out / linked[0]}: is a link, and a run that is replaced has files and folders of its own; remove the "
+            "link yourself, or give another run folder"
+        )
+
+
+def _refuse_inputs(out: Path, recipe: Recipe, model: Path, recipe_file: Path | None, *, resume: bool) -> None:
+    """A run that goes on keeps its checkpoints, and may be told its own recipe.yaml."""
+    data = recipe.data
+    inputs = {
+        "the model to train": [model],
+        "data.train": _with_files(data.train),
+        "data.val": _with_files(data.val),
+        "data.tokenizer": [data.tokenizer],
+        "data.cache": [cache_folder(data.cache)],
+        "the recipe": [] if resume else [recipe_file],
+    }
+    gone = ("metrics.jsonl", "adapter", "final") if resume else PARTS
+    for part in (out / name for name in gone):
+        for what, paths in inputs.items():
+            lost = inputs_within(part, *paths) if part.exists() else []
+            if lost:
+                itself = lost[0].resolve() == part.resolve()
+                raise OutputExistsError(
+                    f"{out}: replacing this run would delete {part.name}, "
+                    f"{what if itself else f'and {what} ({lost[0].name}) in it'}; give another run folder, or put that "
+                    "elsewhere"
+                )
+
+
+def _with_files(texts: str | list[str] | None) -> list[str | Path]:
+    """Texts and, of folders, the files in them that are read: a run folder may lie there too."""
+    found: list[str | Path] = []
+    for text in [texts] if isinstance(texts, str) else texts or []:
+        path = Path(os.path.expanduser(text))
+        below = path.rglob("*") if path.is_dir() else ()
+        found += [text, *(one for one in below if one.name.removesuffix(".gz").endswith(TEXT_SUFFIXES))]
+    return found
 
 
 def _check_resume(out: Path, recipe: Recipe) -> None:
@@ -113,6 +157,39 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def check_room(out: Path, recipe: Recipe, trained: int, model_bytes: int, *, resume: bool) -> None:
+    """Refuses a run whose checkpoints and model the disk cannot hold, before the run that was there is removed.
+
+    An estimate: what other programs write meanwhile, and quotas, nobody can tell.
+
+    Args:
+        out: the run folder, which exists.
+        recipe: what is saved how often.
+        trained: parameters that train; a checkpoint has each with Adam's two moments in fp32.
+        model_bytes: of `final/`.
+        resume: what is there stays until it is replaced.
+
+    Raises:
+        OutputError: there is less room than needed.
+    """
+    saves = -(-recipe.total_steps() // recipe.save_every) if recipe.save_every else 0
+    there = sum(file.stat().st_size for name in PARTS for file in _files_of(out / name))
+    kept = min(saves, recipe.keep + 1) * 12 * trained
+    if resume:  # its checkpoints are among those counted
+        kept = max(0, kept - sum(file.stat().st_size for file in _files_of(out / "checkpoints")))
+    adapter = 4 * trained if recipe.mode in ("lora", "qlora") else 0
+    needed, free = kept + model_bytes + adapter, shutil.disk_usage(out).free + (0 if resume else there)
+    if needed > free:
+        raise OutputError(
+            f"{out}: the run needs about {human_bytes(needed)} ({human_bytes(kept)} for checkpoints), and the disk has "
+            f"{human_bytes(free)} for it; make room, lower keep, or give a run folder on another disk"
+        )
+
+
+def _files_of(path: Path) -> list[Path]:
+    return [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+
+
 def clear_run_folder(out: Path, recipe: Recipe, *, resume: bool) -> None:
     """Removes the run that was there, or what a killed one left half-written, and writes the recipe."""
     try:
@@ -128,7 +205,7 @@ def clear_run_folder(out: Path, recipe: Recipe, *, resume: bool) -> None:
                     path.unlink(missing_ok=True)
         write_text(out / "recipe.yaml", dump_recipe(recipe))
     except OSError as error:
-        raise OutputError(f"{out}: cannot be written ({error.strerror}); give another run folder") from error
+        raise OutputError(f"{out}: cannot be written ({error.strerror or error}); give another run folder") from error
 
 
 @contextlib.contextmanager

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from ...base.files import output_folder, write_text
+from ...base.files import not_ours, output_folder, write_text
 from ...kernels.common.precision import DTYPES
 from ...surgery.checkpoint.checkpoint import Checkpoint
 from ...surgery.checkpoint.sources import is_of_tokenizer, reading
+from ...surgery.conversion.card import kept_readme
 from ...surgery.conversion.export import card_without_surgery
 from ...surgery.conversion.model_folder import output_specs, write_surroundings, write_weights
 from .checkpointing import full_tensor, trained_parameters
@@ -20,6 +21,8 @@ from .recipe import Recipe, dump_recipe
 
 logger = logging.getLogger(__name__)
 
+_OF_THE_SOURCE = ("eval.json", "eval-*.png", "recipe.yaml", "recipe-*.yaml")
+"""What is said of a source alone: its figures, and its recipes, which `copy_companions` counts among the earlier."""
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth")
 
 
@@ -60,7 +63,7 @@ def save_tensors(
         changed: gives the tensor of a canonical name, None where it is the checkpoint's.
         dtype: "source", or the dtype of the matrices.
         recipe: written beside the weights.
-        force: replace `out`.
+        force: replace `out`, but for what a user has put there.
     """
     asked = DTYPES.get(dtype)
     specs = output_specs(checkpoint, checkpoint.config, asked)
@@ -75,15 +78,34 @@ def save_tensors(
         write_surroundings(checkpoint, folder, checkpoint.config, asked or checkpoint.dtype, own=own)
         if recipe is not None:
             write_text(folder / "recipe.yaml", dump_recipe(recipe))
+        keep_own(out, folder)
     logger.info("saved %s", out)
 
 
 def _carry_along(checkpoint: Checkpoint, folder: Path) -> None:
-    """Copies what lies beside the weights and the tokenizer of a model folder of ours."""
+    """Copies what lies beside the weights and the tokenizer of a model folder of ours, but for its own figures."""
     with reading(checkpoint.source_id):
         for path in sorted(checkpoint.path.iterdir()):
-            if path.is_file() and not (_is_weights(path) or is_of_tokenizer(path.name)):
+            said = any(path.match(pattern) for pattern in _OF_THE_SOURCE)
+            if path.is_file() and not (said or _is_weights(path) or is_of_tokenizer(path.name)):
                 shutil.copyfile(path, folder / path.name)
+
+
+def keep_own(old: Path, new: Path) -> None:
+    """Copies what a user has put into a folder that is replaced: their README.md, and what no stage writes."""
+    kept = not_ours(old) if (old / "config.json").is_file() or (old / "adapter_config.json").is_file() else []
+    kept = [name for name in kept if not (new / name).exists() and not name.startswith(".")]
+    for name in kept:
+        if (old / name).is_dir():
+            shutil.copytree(old / name, new / name, symlinks=True)
+        else:
+            shutil.copy2(old / name, new / name, follow_symlinks=False)
+    readme = kept_readme(old)
+    if readme is not None:
+        write_text(new / "README.md", readme)
+        kept = ["README.md", *kept]
+    if kept:
+        logger.info("%s: kept %s, which this program has not written", old.name, ", ".join(kept))
 
 
 def _is_weights(path: Path) -> bool:

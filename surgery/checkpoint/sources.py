@@ -51,7 +51,10 @@ TOKENIZER_PATTERNS = (
     f"{_TEMPLATES}/*.jinja",
     "tekken.json",
 )
+RECIPE = "recipe.yaml"
+"""How a model was trained last; what it was made from was trained by `recipe-1.yaml`, `recipe-2.yaml`, ..."""
 SIDE_FILES = (
+    *(RECIPE, "recipe-*.yaml"),
     *("config.json", "params.json", "generation_config.json", "README.md"),
     *LICENSE_PATTERNS,
     *TOKENIZER_PATTERNS,
@@ -173,6 +176,13 @@ def tokenizer_files(folder: Path) -> tuple[Path, ...]:
     with reading(folder.name):
         paths = (*sorted(folder.iterdir()), *sorted(folder.glob(f"{_TEMPLATES}/*.jinja")))
     return tuple(path for path in paths if path.is_file() and is_of_tokenizer(tokenizer_file_name(path)))
+
+
+def recipe_files(folder: Path) -> list[Path]:
+    """The recipes that lie beside a model, in the order in which it was trained by them."""
+    numbers = {path: path.stem.removeprefix("recipe-") for path in folder.glob("recipe-*.yaml")}
+    earlier = sorted((path for path, number in numbers.items() if number.isdecimal()), key=lambda p: int(numbers[p]))
+    return [path for path in (*earlier, folder / RECIPE) if path.is_file()]
 
 
 def is_of_tokenizer(name: str) -> bool:

@@ -105,7 +105,8 @@ def convert(
     measuring = measuring or MeasureOptions()
     checkpoint = open_checkpoint(src, revision=revision, token=token) if isinstance(src, str | Path) else src
     # A plan or profile of the old output itself is written there again.
-    kept = [one for one in (plan, profile) if isinstance(one, str | Path) and Path(one).name not in _WRITTEN_AGAIN]
+    again = [Path(out).resolve() / name for name in _WRITTEN_AGAIN]
+    kept = [one for one in (plan, profile) if isinstance(one, str | Path) and Path(one).resolve() not in again]
     refuse_to_delete(out, checkpoint.path, measuring.data, measuring.tokenizer, *kept)
     checkpoint = with_tokenizer(checkpoint, measuring.tokenizer, token=token)
     measuring = replace(measuring, tokenizer=None)  # it is the checkpoint's own from here on

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -14,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...base.errors import CheckpointError
-from ...base.files import load_json, write_json
+from ...base.errors import CheckpointError, SchemaError
+from ...base.files import load_json, load_yaml, write_json
 from ...kernels.common.precision import dtype_name
 from ...mixers.geometry import keeps_fp32
 from ..checkpoint.licenses import license_files
-from ..checkpoint.sources import reading, tokenizer_file_name, tokenizer_files
+from ..checkpoint.sources import reading, recipe_files, tokenizer_file_name, tokenizer_files
 from ..checkpoint.tokenizer import SPECIAL_TOKEN_IDS, load_tokenizer
 from ..families.mamba2 import Mamba2Config
 from ..measure.profile import Profile
@@ -29,6 +30,8 @@ from .writer import TensorSpec, write_tensors
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
+
+logger = logging.getLogger(__name__)
 
 
 def output_config(checkpoint: Checkpoint, plan: Plan) -> Mamba2Config:
@@ -134,13 +137,29 @@ def write_surroundings(
 
 
 def copy_companions(checkpoint: Checkpoint, folder: Path) -> None:
-    """The tokenizer, the texts of the licence, and the generation config if there is one."""
+    """The tokenizer, the texts of the licence, what the model was trained on, and the generation config if there is
+    one."""
     if checkpoint.generation_config is not None:
         write_json(folder / "generation_config.json", _without_paths(checkpoint.generation_config))
     with reading(checkpoint.source_id):
         copy_tokenizer(checkpoint, folder)
         for path in license_files(checkpoint.path):
             shutil.copyfile(path, folder / path.name)
+        # With their times: a training text that is younger than its recipe is not what was trained on.
+        for number, path in enumerate(filter(_is_recipe, recipe_files(checkpoint.path)), 1):
+            shutil.copy2(path, folder / f"recipe-{number}.yaml")
+
+
+def _is_recipe(path: Path) -> bool:
+    """Whether a file of that name is one of `finetune`: the source may be somebody else's."""
+    try:
+        content = load_yaml(path) if path.stat().st_size < 2**20 else None
+    except SchemaError:
+        content = None
+    ours = isinstance(content, dict) and {"schema_version", "mode", "data"} <= content.keys()
+    if not ours:
+        logger.warning("%s: is no recipe of this program and is not carried along", path.name)
+    return ours
 
 
 def copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...base.errors import PalimpsaError
 from ...base.files import write_bytes
-from .profile import Profile
+from .profile import Profile, write_profile
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,6 +52,18 @@ def plot_profile(profile: Profile, path: str | Path, *, chosen: Sequence[int] = 
     marked = "   red: chosen layers" if chosen else ""
     figure.suptitle(f"{profile.source}\n{profile.describe()}{marked}", fontsize=9, color=INK)
     save_figure(figure, path)
+
+
+def write_profile_and_picture(profile: Profile, path: str | Path, picture: Path) -> None:
+    """Both or, where they are new, none: a full disk leaves no profile without its picture, nor one alone."""
+    new = [file for file in (Path(path), picture) if not file.exists()]
+    try:
+        plot_profile(profile, picture)
+        write_profile(profile, path)
+    except PalimpsaError:
+        for file in new:
+            file.unlink(missing_ok=True)
+        raise
 
 
 def save_figure(figure: Figure, path: str | Path) -> None:

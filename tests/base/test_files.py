@@ -288,6 +288,20 @@ def test_a_forced_replacement_never_deletes_an_input_inside_it(tmp_path, where):
     files.refuse_to_delete(tmp_path / "models-2", kept)
 
 
+@pytest.mark.parametrize("kept", ["elsewhere/model", "out/link", "by-link/text.json"])
+def test_a_forced_replacement_follows_links_of_an_input_and_keeps_the_links(tmp_path, kept):
+    for folder in ("out/texts", "elsewhere/model"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in ("out/texts/text.json", "out/model.safetensors", "elsewhere/text.json"):
+        (tmp_path / file).write_text("[]")
+    (tmp_path / "elsewhere" / "model" / "model.safetensors").symlink_to(tmp_path / "out" / "model.safetensors")
+    (tmp_path / "out" / "link").symlink_to(tmp_path / "elsewhere" / "text.json")
+    (tmp_path / "by-link").symlink_to(tmp_path / "out" / "texts")
+    with pytest.raises(OutputExistsError, match=r"out: replacing this would delete .*, which is in use and lies in it"):
+        files.refuse_to_delete(tmp_path / "out", tmp_path / kept)
+    assert files.inputs_within(tmp_path / "out", tmp_path / "elsewhere" / "text.json", None, tmp_path / "none") == []
+
+
 @pytest.mark.parametrize("output", [".", "..", "../../work"])
 def test_a_forced_replacement_never_deletes_the_current_folder(tmp_path, monkeypatch, output):
     here = tmp_path / "work" / "here"
@@ -310,8 +324,11 @@ def test_a_forced_replacement_never_deletes_an_input_file(tmp_path):
         (("config.json", "pytorch_model.bin"), True),
         (("adapter_config.json",), True),
         (("recipe.yaml", "metrics.jsonl"), True),
+        (("config.json", "model.safetensors", "tokenizer.json", "modeling_x.py", "LICENSE", "eval-loss.png"), True),
         (("config.json", "index.js"), False),
         (("a", "b", "c", "d"), False),
+        (("data", "notes.txt", "recipe.yaml"), False),
+        (("a.csv", "data", "config.json", "model.safetensors"), False),
     ],
 )
 def test_a_forced_replacement_deletes_only_what_this_program_has_written(tmp_path, names, ours):
@@ -331,6 +348,16 @@ def test_a_forced_replacement_is_of_a_folder_by_a_folder_and_of_a_file_by_a_file
         files.refuse_to_delete(tmp_path / "file")
     with pytest.raises(OutputExistsError, match="folder: is a folder, and a file is to be written"):
         files.refuse_to_replace([tmp_path / "folder"], force=True)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "adapter_config.json"])
+@pytest.mark.parametrize("there", [True, False])
+def test_no_report_has_the_name_of_a_file_that_a_model_is_read_from(tmp_path, there, name):
+    if there:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(OutputExistsError, match=rf"{name}: is the name of a file that a model or a run is read from"):
+        files.refuse_to_replace([tmp_path / name], force=True)
+    files.refuse_to_replace([tmp_path / "eval.json"], force=True)
 
 
 def test_a_forced_replacement_never_changes_a_folder_that_is_read(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
+from huggingface_hub.errors import HFValidationError
 from palimpsa_surgery.base.errors import CheckpointError, SchemaError, UsageError
 from palimpsa_surgery.base.schemas import write_model
 from palimpsa_surgery.recipes.evaluation.report import (
@@ -150,6 +151,18 @@ def test_paths_are_cut_to_their_last_part(model, staging):
     assert "text: `text.jsonl`" in card
 
 
+def test_the_card_says_what_a_model_was_made_from_was_trained_on(model, staging):
+    for number, name in enumerate(("recipe-1.yaml", "recipe.yaml"), 3):
+        (model / name).write_text(yaml.safe_dump({**RECIPE, "steps": number}))
+    upload = prepare_upload(model, staging, NAME)
+    card = upload.files["README.md"].read_text()
+    first = (
+        "what it was made from (`recipe-1.yaml`): mode `full`, 3 steps, 4 sequences of 512 a step, text: `text.jsonl`"
+    )
+    assert f"## Training\n\n- {first}\n- mode `full`, 4 steps" in card
+    assert yaml.safe_load(upload.files["recipe-1.yaml"].read_text())["data"]["train"] == "text.jsonl"
+
+
 def test_a_data_set_of_the_hub_keeps_its_name(model, staging):
     (model / "recipe.yaml").write_text(yaml.safe_dump({**RECIPE, "data": {"train": "owner/texts"}}))
     prepare_upload(model, staging, NAME)
@@ -273,6 +286,47 @@ def test_a_fine_tuned_model_without_a_surgery_has_a_card_too(staging, tmp_path):
     config = json.loads((staging / "config.json").read_text())
     assert config["auto_map"]["AutoModelForCausalLM"].endswith("PalimpsaMamba2ForCausalLM")
     assert upload.identity["source_fingerprint"] is None
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"palimpsa_layers": [1]}, r"alice/base: is not the model .* its layers \[1\] are swapped, expected \[1, 3\]"),
+        (
+            {"palimpsa_layers": [3, 1], "num_hidden_layers": 3},
+            r"alice/base: has 3 layers, and the adapter holds .*\.3\.",
+        ),
+        ({"palimpsa_layers": [1, 3], "hidden_size": 8}, r"alice/base: is 8 wide, and the adapter's .* is for 2"),
+        ({"palimpsa_layers": [1, 3], "hidden_size": 2, "num_hidden_layers": 4}, None),
+    ],
+)
+def test_the_base_of_an_adapter_is_looked_at(config, message, adapter, staging, monkeypatch, tmp_path):
+    name = "base_model.model.backbone.layers.3.mixer.in_proj.lora_A.weight"
+    save_file({name: torch.ones(2, 2)}, adapter / "adapter_model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(tmp_path / "config.json"))
+    if message is None:
+        said = prepare_upload(adapter, staging, NAME, base="alice/base").notes
+        assert "fit the adapter; its weights were not compared" in said[-1]
+        return
+    with pytest.raises(CheckpointError, match=message):
+        prepare_upload(adapter, staging, NAME, base="alice/base")
+
+
+def test_a_base_that_is_none_is_refused_and_one_out_of_reach_is_said(adapter, staging, monkeypatch):
+    assert (
+        "alice/base: was not looked at (the Hub cannot be reached)"
+        in prepare_upload(adapter, staging, NAME, base="alice/base").notes[-1]
+    )
+    with pytest.raises(UsageError, match=r"--base \./runs/model: is no Hub id, expected owner/name"):
+        prepare_upload(adapter, staging, NAME, base="./runs/model")
+
+    def missing(*args, **kwargs):
+        raise HFValidationError("nothing there")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", missing)
+    with pytest.raises(UsageError, match="alice/base: is no model on the Hub that you may read; push it first"):
+        prepare_upload(adapter, staging, NAME, base="alice/base")
 
 
 def test_an_adapter_names_a_base_that_others_have(adapter, staging):

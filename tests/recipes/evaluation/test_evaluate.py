@@ -6,13 +6,15 @@ import struct
 
 import pytest
 import torch
-from palimpsa_surgery.base.errors import OutputExistsError, UsageError
+from palimpsa_surgery.base.errors import OutputError, OutputExistsError, UsageError
 from palimpsa_surgery.base.text import embedded_checkpoint_path
+from palimpsa_surgery.cli import app
 from palimpsa_surgery.recipes.evaluation.evaluate import evaluate
 from palimpsa_surgery.recipes.evaluation.report import read_report
 from palimpsa_surgery.recipes.evaluation.suites.suite import SUITES
 from palimpsa_surgery.surgery.checkpoint.checkpoint import open_checkpoint
 from tiny import make_model, save_folder
+from typer.testing import CliRunner
 
 SMALL = {"lengths": (32, 48), "tokens": 400, "trials": 2}
 FEW = {"pairs": (2,), "depths": (0.0, 1.0), "repeats": 2, "decode_tokens": 2, "chunk": 64}
@@ -188,3 +190,31 @@ def test_a_converted_model_with_importance_off_equals_its_source(tmp_path, sourc
     report = evaluate(folder, source_folder, suites=("loss", "positions", "recall"), **SMALL, options=FEW)
     for content in report.suites.values():
         assert all(abs(row.difference.value) < 1e-3 for row in content.rows)
+
+
+@pytest.mark.parametrize("json_asked", [False, True])
+def test_a_full_disk_costs_no_figures(json_asked, model_folder, tmp_path, monkeypatch):
+    def full(report, path):
+        raise OutputError(f"{path}: cannot be written (No space left on device)")
+
+    monkeypatch.setattr("palimpsa_surgery.recipes.evaluation.evaluate.write_report", full)
+    options = [
+        "--suite",
+        "loss",
+        "--lengths",
+        "32",
+        "--tokens",
+        "64",
+        "-o",
+        str(tmp_path / "e.json"),
+        "--device",
+        "cpu",
+    ]
+    result = CliRunner().invoke(app, ["evaluate", str(model_folder), *options, *(["--json"] if json_asked else [])])
+    assert result.exit_code == 1
+    assert "No space left on device" in result.stderr
+    if json_asked:
+        assert json.loads(result.stdout)["suites"]["loss"]["rows"][0]["model"]["value"] > 0
+    else:
+        assert "nats" in result.stdout
+        assert "wrote" not in result.stdout

@@ -10,6 +10,9 @@ from palimpsa_surgery.recipes.evaluation import seen
 from palimpsa_surgery.recipes.evaluation.evaluate import evaluate
 from palimpsa_surgery.recipes.evaluation.report import SeenText, read_report
 from palimpsa_surgery.recipes.evaluation.seen import seen_text
+from palimpsa_surgery.recipes.training.finetune import finetune
+from palimpsa_surgery.surgery.checkpoint.sources import recipe_files
+from palimpsa_surgery.surgery.conversion.convert import convert
 
 TRAINED = [f"document {number} of the training text" for number in range(6)]
 OTHERS = [f"something else, number {number}" for number in range(4)]
@@ -166,6 +169,35 @@ def test_of_a_very_long_text_the_beginning_is_compared(model, tmp_path, monkeypa
     monkeypatch.setattr(seen, "MOST_CHARACTERS", len(TRAINED[0]) + 1)
     train = write(tmp_path / "train.jsonl", TRAINED)
     assert seen_text(model(str(train)), write(tmp_path / "eval.jsonl", TRAINED)).of == 2
+
+
+def test_what_a_model_was_made_from_counts_too(model_folder, recipe, text, tmp_path):
+    """Fine-tuned, converted again and fine-tuned on another text: the first text is not held out."""
+    other = write(tmp_path / "other.jsonl", [f"{one} and more words of it" for one in OTHERS * 9])
+    first = finetune(model_folder, {**recipe, "steps": 1}, tmp_path / "first").final
+    again = tmp_path / "again"
+    convert(first, again, layers=(0,), verify="none")
+    assert [path.name for path in recipe_files(again)] == ["recipe-1.yaml"]
+    assert (again / "recipe-1.yaml").stat().st_mtime == (first / "recipe.yaml").stat().st_mtime
+    assert seen_text(again, text) == SeenText(name="text.jsonl", documents=40, of=40)
+    changes = {"steps": 1, "data": {**recipe["data"], "train": str(other), "val_fraction": 0}}
+    last = finetune(again, {**recipe, **changes}, tmp_path / "last").final
+    assert [path.name for path in recipe_files(last)] == ["recipe-1.yaml", "recipe.yaml"]
+    assert seen_text(last, text) == SeenText(name="text.jsonl", documents=40, of=40)
+    assert seen_text(last, other).name == "other.jsonl"
+
+
+def test_earlier_recipes_are_counted_in_order_and_a_strange_one_is_left_out(model_folder, tmp_path, caplog):
+    source = shutil.copytree(model_folder, tmp_path / "source")
+    ours = "{{schema_version: 1, mode: full, seed: {}, data: {{train: a.jsonl}}}}"
+    for name, seed in (("recipe-2", 2), ("recipe-10", 10), ("recipe", 11)):
+        (source / f"{name}.yaml").write_text(ours.format(seed))
+    (source / "recipe-1.yaml").write_text("flour: 200 g")
+    (source / "recipe-of-mine.yaml").write_text("{}")
+    convert(source, tmp_path / "out", layers=(0,), verify="none")
+    seeds = [yaml.safe_load(path.read_text())["seed"] for path in recipe_files(tmp_path / "out")]
+    assert seeds == [2, 10, 11]
+    assert "recipe-1.yaml: is no recipe of this program and is not carried along" in caplog.text
 
 
 def test_an_evaluation_of_the_training_text_says_so(model_folder, text, tmp_path):

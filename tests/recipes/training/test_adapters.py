@@ -10,10 +10,17 @@ import pytest
 import torch
 from palimpsa_surgery.base.errors import CheckpointError, OutputExistsError, UsageError
 from palimpsa_surgery.recipes.training import loop, modes
-from palimpsa_surgery.recipes.training.adapters import adapter_scale, find_adapter, load_adapter, merge, save_adapter
+from palimpsa_surgery.recipes.training.adapters import (
+    adapter_scale,
+    find_adapter,
+    load_adapter,
+    merge,
+    merged_tensors,
+    save_adapter,
+)
 from palimpsa_surgery.recipes.training.finetune import finetune
 from palimpsa_surgery.recipes.training.modes import check_coverage, coverage, coverage_table
-from palimpsa_surgery.recipes.training.recipe import load_recipe
+from palimpsa_surgery.recipes.training.recipe import dump_recipe, load_recipe
 from palimpsa_surgery.surgery.checkpoint.checkpoint import open_checkpoint
 from palimpsa_surgery.surgery.checkpoint.loading import load_model
 from safetensors.torch import load_file, save_file
@@ -196,6 +203,44 @@ def test_other_kinds_of_adapters_are_refused(config, message):
         adapter_scale(config)
     assert adapter_scale({"peft_type": "LORA", "r": 4, "lora_alpha": 8}) == 2
     assert adapter_scale({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_rslora": True}) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("embeddings.weight", r"changes backbone\.embeddings\.weight, to which the head of model is tied"),
+        (
+            "embeddings.lora_embedding_A",
+            r"low-rank part of backbone\.embeddings\.weight: embedding_A, which is no pair",
+        ),
+        ("layers.0.mixer.in_proj.lora_magnitude_vector.weight", r"in_proj\.weight: magnitude_vector, which is no pair"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused_by_name(name, message, model_folder):
+    with pytest.raises(CheckpointError, match=rf"adapter_model\.safetensors: the adapter .*{message}"):
+        merged_tensors({f"base_model.model.backbone.{name}": torch.ones(4096, 16)}, 1.0, open_checkpoint(model_folder))
+
+
+@pytest.mark.parametrize("kept", ["in its run", "alone", "alone, without a recipe"])
+def test_a_merged_model_has_the_recipe_of_the_adapter_and_never_that_of_the_base(
+    kept, model_folder, lora, tmp_path, caplog
+):
+    base = shutil.copytree(model_folder, tmp_path / "base")
+    (base / "recipe.yaml").write_text(dump_recipe(load_recipe({**lora, "mode": "full", "seed": 77})))
+    for name in ("eval.json", "eval-loss.png"):
+        (base / name).write_text("{}")
+    run = finetune(base, lora, tmp_path / "run")
+    assert not list(run.final.glob("eval*"))
+    adapter = run.folder if kept == "in its run" else shutil.copytree(run.folder / "adapter", tmp_path / "kept")
+    if "without" in kept:
+        (adapter / "recipe.yaml").unlink()
+    merged = merge(adapter, tmp_path / "merged", base=base)
+    assert load_recipe(merged / "recipe-1.yaml").seed == 77
+    assert (merged / "recipe.yaml").exists() == ("without" not in kept)
+    assert ("what the adapter was trained on is not known" in caplog.text) == ("without" in kept)
+    for folder in [run.final, *([merged] if "without" not in kept else [])]:
+        assert load_recipe(folder / "recipe.yaml").mode == "lora"
+    assert not list(merged.glob("eval*"))
 
 
 @pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga"])

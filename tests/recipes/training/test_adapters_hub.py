@@ -39,7 +39,9 @@ def test_an_adapter_and_its_base_from_the_hub_are_the_trained_model(server, mode
     with pytest.raises(UsageError, match="push that model first and name it with --base"):
         push(run / "adapter", "alice/adapter")
     result = push(run / "adapter", "alice/adapter", base="alice/base")
-    assert set(result.files) == {"README.md", "adapter_config.json", "adapter_model.safetensors", "adapter_source.json"}
+    assert set(result.files) == {
+        *("README.md", "adapter_config.json", "adapter_model.safetensors", "adapter_source.json", "recipe.yaml")
+    }
     assert push(run / "adapter", "alice/adapter", base="alice/base").commit == result.commit
     with pytest.raises(UsageError, match="holds another model"):
         push(run / "adapter", "alice/base", base="alice/base")

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import types
 
 import numpy as np
 import pytest
@@ -137,6 +138,122 @@ def test_what_no_run_wrote_is_not_replaced(model_folder, recipe, tmp_path):
     with pytest.raises(OutputExistsError, match=r"holds checkpoints and no recipe\.yaml, so no run wrote that"):
         finetune(model_folder, recipe, tmp_path, force=True)
     assert (tmp_path / "checkpoints" / "mine.txt").is_file()
+
+
+INPUTS = {
+    "data.train": ("checkpoints/a.jsonl", "data.train"),
+    "data.val": ("final/val.jsonl", "data.val"),
+    "a folder of texts around it": (".", "data.train"),
+    "data.tokenizer": ("final", "data.tokenizer"),
+    "data.cache": ("checkpoints/cache", "data.cache"),
+    "the recipe": ("recipe.yaml", None),
+    "a recipe beside": ("checkpoints/my.yaml", None),
+    "the model to train": ("final", "model"),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("linked", [False, True])
+def test_force_never_deletes_an_input(name, linked, model_folder, text, finished, tmp_path):
+    recipe, out = finished
+    place, key = INPUTS[name]
+    (out / "checkpoints" / "cache").mkdir()
+    (out / "checkpoints" / "my.yaml").write_text((out / "recipe.yaml").read_text())
+    for file in ("checkpoints/a.jsonl", "final/val.jsonl"):
+        shutil.copyfile(text, out / file)
+    given = out / place
+    if linked:
+        given = tmp_path / f"link{given.suffix}"
+        given.symlink_to(out / place)
+    before = snapshot(out)
+    changes = [f"{key}={given}"] if key not in (None, "model") else []
+    what = key if changes else "the recipe" if key is None else "the model to train"
+    message = rf"run: replacing this run would delete [\w.]+, (and )?{what}[ ;].*give another run folder"
+    with pytest.raises(OutputExistsError, match=message):
+        finetune(
+            given if key == "model" else model_folder,
+            given if key is None else recipe,
+            out,
+            overrides=changes,
+            force=True,
+        )
+    assert snapshot(out) == before
+
+
+@pytest.mark.parametrize("key", ["data.val", "data.tokenizer"])
+def test_going_on_replaces_no_input_either(key, model_folder, text, finished):
+    recipe, out = finished
+    shutil.copyfile(text, out / "final" / "text.jsonl")
+    before = snapshot(out)
+    given = out / "final" / ("text.jsonl" if key == "data.val" else "")
+    with pytest.raises(OutputExistsError, match=rf"would delete final, (and )?{key}[ ;]"):
+        finetune(model_folder, recipe, out, overrides=[f"{key}={given}"], resume=True)
+    assert snapshot(out) == before
+
+
+@pytest.mark.parametrize("part", ["checkpoints", "final", "metrics.jsonl"])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_linked_part_of_a_run_is_refused_before_anything_goes(part, there, model_folder, finished, tmp_path):
+    recipe, out = finished
+    (out / part).rename(tmp_path / "moved")
+    (out / part).symlink_to(tmp_path / ("moved" if there else "gone"))
+    before = snapshot(tmp_path)
+    with pytest.raises(OutputExistsError, match=f"run/{part}: is a link, .*; remove the link yourself"):
+        finetune(model_folder, recipe, out, force=True)
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize(("free", "refused"), [(1000, True), (10**9, False)])
+def test_a_run_that_the_disk_cannot_hold_is_refused_before_anything_goes(
+    resume, free, refused, model_folder, finished, monkeypatch
+):
+    recipe, out = finished
+    shutil.rmtree(out / "final")  # on a resume nothing else is needed
+    (out / "final").mkdir()
+    before = snapshot(out)
+    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free))
+    how = {"resume": True} if resume else {"force": True}
+    changes = ["keep=9", "steps=3"]
+    if refused:
+        with pytest.raises(
+            OutputError, match=r"run: the run needs about .* for checkpoints\), and the disk has .*make room"
+        ):
+            finetune(model_folder, recipe, out, overrides=changes, **how)
+        assert snapshot(out) == before
+    else:
+        finetune(model_folder, recipe, out, overrides=changes, **how)
+
+
+def test_going_on_keeps_what_the_user_put_into_the_model(model_folder, finished):
+    recipe, out = finished
+    final = out / "final"
+    (final / "notes.txt").write_text("mine")
+    (final / "figures").mkdir()
+    (final / "figures" / "a.csv").write_text("1")
+    (final / "README.md").write_text("# My own words")
+    (final / "model.safetensors.index.json").write_text("{}")  # of an earlier save in shards
+    finetune(model_folder, recipe, out, overrides=["steps=3"], resume=True)
+    assert [(final / name).read_text() for name in ("notes.txt", "figures/a.csv", "README.md")] == [
+        *("mine", "1"),
+        "# My own words",
+    ]
+    assert not (final / "model.safetensors.index.json").exists()
+
+
+@pytest.mark.parametrize("key", ["data.train", "data.val"])
+def test_a_run_goes_on_with_the_same_text_under_another_name_alone(key, model_folder, recipe, text, tmp_path):
+    first, copy = (tmp_path / name for name in ("first.jsonl", "copy.jsonl"))
+    for path in (first, copy):
+        shutil.copyfile(text, path)
+    finetune(model_folder, recipe, tmp_path / "run", overrides=["steps=2", "save_every=1", f"{key}={first}"])
+    finetune(model_folder, recipe, tmp_path / "run", overrides=["save_every=1", f"{key}={copy}"], resume=True)
+    copy.write_text("".join(copy.read_text().splitlines(keepends=True)[::-1][:30]))
+    what = "the training text" if key == "data.train" else "the validation text is another, so"
+    with pytest.raises(TrainingError, match=f"step-4: cannot be resumed, {what}"):
+        finetune(
+            model_folder, recipe, tmp_path / "run", overrides=["save_every=1", "steps=5", f"{key}={copy}"], resume=True
+        )
 
 
 @pytest.mark.parametrize("inside", [".", "run", "a/b"])

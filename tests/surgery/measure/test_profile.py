@@ -4,8 +4,9 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from palimpsa_surgery.base.errors import SchemaError
+from palimpsa_surgery.base.errors import OutputError, SchemaError
 from palimpsa_surgery.surgery.families.mamba2 import MAMBA2
+from palimpsa_surgery.surgery.measure import plots
 from palimpsa_surgery.surgery.measure.plots import plot_profile
 from palimpsa_surgery.surgery.measure.profile import (
     LayerCalibration,
@@ -134,3 +135,20 @@ def test_the_picture_is_drawn_at_any_size_and_marks_layers(tmp_path, layers, hea
     marked, plain = (tmp_path / "marked.png").read_bytes(), (tmp_path / "plain.png").read_bytes()
     assert marked.startswith(b"\x89PNG")
     assert (marked == plain) == (not chosen)
+
+
+@pytest.mark.parametrize("fails", ["plot_profile", "write_profile"])
+@pytest.mark.parametrize("old", [False, True])
+def test_a_full_disk_leaves_neither_half_of_a_profile_and_its_picture(fails, old, tmp_path, monkeypatch):
+    def full(*args):
+        raise OutputError("cannot be written (No space left on device)")
+
+    path, picture = tmp_path / "p.json", tmp_path / "p.png"
+    if old:
+        path.write_text("old")
+        picture.write_text("old")
+    monkeypatch.setattr(plots, fails, full)
+    with pytest.raises(OutputError, match="No space left"):
+        plots.write_profile_and_picture(profile([layer(0)]), path, picture)
+    assert sorted(tmp_path.iterdir()) == ([path, picture] if old else [])
+    assert not old or path.read_text() == "old"
