@@ -217,7 +217,7 @@ def merged_tensors(adapter: dict[str, Tensor], scale: float, checkpoint: Checkpo
             f"{TENSORS}: the adapter holds a low-rank part of {odd[0]}, which is no pair of matrices A and B; only "
             "adapters on linear layers can be merged here, PEFT merges others"
         )
-    if EMBEDDING in (*whole, *pairs) and checkpoint.config["tie_word_embeddings"]:
+    if EMBEDDING in (*whole, *pairs) and checkpoint.config.tie_word_embeddings:
         raise CheckpointError(
             f"{TENSORS}: the adapter changes {EMBEDDING}, to which the head of {checkpoint.source_id} is tied and "
             "which PEFT changes without the head; a merged model would have the head follow, so untie them in the base "

@@ -17,10 +17,12 @@ from ...base.console import counted, human_count, human_seconds, setup_logging
 from ...base.errors import UsageError
 from ...base.files import named_path
 from ...kernels.backends import require_kernels, set_require_kernels
+from ...kernels.common.precision import DTYPES
 from ...kernels.metaplastic.scan import METAPLASTIC_SCAN
 from ...surgery.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ...surgery.checkpoint.loading import load_model
 from ...surgery.checkpoint.tokenizer import open_tokenizer, with_tokenizer
+from ...surgery.conversion.model_folder import output_specs
 from ..data.documents import open_text, text_key
 from ..data.packing import TokenStream, Window, shared_documents, split_documents, windows_key
 from ..launch import launched_processes
@@ -33,7 +35,7 @@ from .modes import ADAPTER_MODES, prepare_mode
 from .optim import make_optimizer
 from .recipe import Recipe, find_recipe, load_recipe
 from .run_folder import check_room, check_run_folder, clear_run_folder, held
-from .saving import gather, output_specs, save_model
+from .saving import gather, save_model
 from .validation import evaluate_loss
 
 logger = logging.getLogger(__name__)
@@ -140,7 +142,8 @@ def _finetune(
         accelerator.wait_for_everyone()
         if main:
             trained = sum(parameter.numel() for parameter in trained_parameters(run.module).values())
-            size = sum(spec.nbytes for spec in output_specs(checkpoint, recipe.save_dtype))
+            specs = output_specs(checkpoint, checkpoint.config, DTYPES.get(recipe.save_dtype))
+            size = sum(spec.nbytes for spec in specs)
             check_room(out, recipe, trained, size, resume=resume)
             clear_run_folder(out, recipe, resume=resume)
             write_metrics_file(out / "metrics.jsonl", run.history)

@@ -370,7 +370,7 @@ def test_a_source_is_not_ours_to_push(staging, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda path: os.truncate(path, 40), r"adapter_model.safetensors: is cut short"),
+        (lambda path: os.truncate(path, 40), r"adapter_model.safetensors: .*cut short"),
         (
             lambda path: save_file({"a": torch.tensor([float("nan")])}, path),
             "tensor a holds values that are not finite",

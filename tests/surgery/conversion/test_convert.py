@@ -386,7 +386,7 @@ def test_an_existing_folder_is_refused_and_replaced_with_force(tmp_path):
     (out / "notes.txt").write_text("mine")
     with pytest.raises(OutputExistsError, match="give --force to replace it"):
         convert(tmp_path / "source", out, layers=(1,))
-    with pytest.raises(OutputExistsError, match=r"no model, adapter or run folder, and .* would delete notes\.txt;"):
+    with pytest.raises(OutputExistsError, match=r"no model, adapter or run folder, .* would delete notes\.txt;"):
         convert(tmp_path / "source", out, layers=(1,), force=True)
     assert [path.name for path in out.iterdir()] == ["notes.txt"]
     (out / "notes.txt").unlink()
