@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +13,8 @@ from .conversations import Conversation
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _NEEDS_NO_TEXT = {"tool_call_id", "role", "content"}
+_BEGIN, _END = "\ue000", "\ue001"
+"""Put around what a message says to see where a template puts it: characters that no text has, of a private area."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +24,16 @@ class Rendering:
     Attributes:
         text: the rendered text.
         messages: how many messages it holds.
-        spans: (start, stop) in characters of what the assistant wrote and is to be trained.
+        numbers: which of them are trained in it.
+        spans: (start, stop) in characters of what the assistant wrote in each of these.
+        ends: (start, stop) of the end tokens that the template puts behind such words only before what comes next.
     """
 
     text: str
     messages: int
+    numbers: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
+    ends: tuple[tuple[int, int], ...] = ()
 
 
 def render_chat(
@@ -70,6 +76,7 @@ class _Template:
             ) from error
         self.marks = _GENERATION.search(self.source) is not None
         self._known: dict[tuple[int, bool], str] = {}
+        self._found: dict[int, dict[int, str]] = {}
 
     def __call__(self, count: int, *, prompt: bool = False) -> str:
         """The text of the first `count` messages, with what the assistant's next words are put after if `prompt`."""
@@ -97,16 +104,37 @@ class _Template:
         for name in conversation.options:
             if not re.search(rf"\b{re.escape(name)}\b", self.source):
                 self._refuse(f"the option {name}")
+        whole = len(conversation.messages)
         for number, message in enumerate(conversation.messages):
-            own = message["role"] == "assistant"
-            count = number + 1 if own else len(conversation.messages)
+            own = message["role"] == "assistant" and not self(whole).startswith(self(number + 1))
+            count = number + 1 if own else whole
             content = message["content"].strip()
-            if not _in_order(content.split(), self(count)):  # escaped, or left out
-                self._compare(number, count, "content", {**message, "content": f"? {content}"})
+            place = self._places(count).get(number)
+            if content and (place is None or not _in_order(content.split(), place)):  # escaped, or left out
+                if place is not None or not _in_order(content.split(), self(count)):
+                    self._compare(number, count, "content", {**message, "content": f"? {content}"})
                 self._compare(number, count, "content", {**message, "content": f"{content} ?"})
             needless = _NEEDS_NO_TEXT | ({"name"} if message["role"] == "tool" else set())
             for key in message.keys() - needless:
                 self._compare(number, count, key, {k: item for k, item in message.items() if k != key})
+
+    def _places(self, count: int) -> dict[int, str]:
+        """Where what each of the first `count` messages says ends in the text, and the text from its beginning, or from
+        the end of what stands before it where its beginning is not to be seen. Empty if the template heeds the marks.
+        """
+        if count not in self._found:
+            messages = self.conversation.messages[:count]
+            marked = [{**message, "content": _marked(message["content"], n)} for n, message in enumerate(messages)]
+            try:
+                text = self.apply(marked)
+            except DataError:
+                text = ""
+            parts = re.split(f"{_END}(\\d+){_END}", text)  # text, number, text, number, ..., text
+            ends = zip(parts[:-1:2], map(int, parts[1::2]), strict=True)
+            found = {n: part.rpartition(f"{_BEGIN}{n}{_BEGIN}")[2] for part, n in ends}
+            plain = re.sub(f"([{_BEGIN}{_END}])\\d+\\1", "", text)
+            self._found[count] = found if plain == self(count) else {}
+        return self._found[count]
 
     def _compare(self, number: int, count: int, key: str, changed: dict[str, Any]) -> None:
         messages = [*self.conversation.messages[:number], changed, *self.conversation.messages[number + 1 : count]]
@@ -121,6 +149,13 @@ class _Template:
         raise DataError(
             f"{self.conversation.where}: the chat template leaves out {what}; remove it, or use a template that has it"
         )
+
+
+def _marked(content: str, number: int) -> str:
+    """What a message says between marks with its number; the space around it, which templates trim, stays outside."""
+    said = content.strip()
+    begin, end = f"{_BEGIN}{number}{_BEGIN}", f"{_END}{number}{_END}"
+    return content.replace(said, f"{begin}{said}{end}", 1) if said else content
 
 
 def _in_order(words: list[str], text: str) -> bool:
@@ -143,14 +178,24 @@ def _renderings(template: _Template) -> list[Rendering]:
         text = template(number + 1)
         span = (_start(template, number, text), len(text))
         if found and text.startswith(found[-1].text):
-            found[-1] = Rendering(text, number + 1, (*found[-1].spans, span))
+            found[-1] = Rendering(text, number + 1, (*found[-1].numbers, number), (*found[-1].spans, span))
         else:
-            found.append(Rendering(text, number + 1, (span,)))
+            found.append(Rendering(text, number + 1, (number,), (span,)))
     whole = template(len(messages))
     if not found or whole.startswith(found[-1].text):
-        spans = found.pop().spans if found else ()
-        found.append(Rendering(whole, len(messages), spans))
-    return found
+        last = found.pop() if found else Rendering(whole, 0, (), ())
+        found.append(replace(last, text=whole, messages=len(messages)))
+    return [_with_ends(rendering, template.tokenizer.eos_token) for rendering in found]
+
+
+def _with_ends(rendering: Rendering, end: str | None) -> Rendering:
+    """With the end tokens that follow the assistant's words: a template may put one only before what comes next."""
+    if not end:
+        return rendering
+    text, follows = rendering.text, re.compile(rf"\s*{re.escape(end)}")
+    open_ends = [stop for start, stop in rendering.spans if not text[start:stop].rstrip().endswith(end)]
+    found = [follows.match(text, stop) for stop in open_ends]
+    return replace(rendering, ends=tuple(match.span() for match in found if match))
 
 
 def _start(template: _Template, number: int, text: str) -> int:
@@ -178,34 +223,65 @@ def _encode(rendering: Rendering, template: _Template) -> tuple[list[int], list[
     tokenizer = template.tokenizer
     if template.marks:
         return _encode_marked(rendering, template)
-    borders = sorted({0, len(rendering.text), *(border for span in rendering.spans for border in span)})
+    targets = (*rendering.spans, *rendering.ends)
+    borders = sorted({0, len(rendering.text), *(border for span in targets for border in span)})
     ids: list[int] = []
     mask: list[int] = []
     for start, stop in pairwise(borders):  # cut, so that no token is half the assistant's
         piece = _call(tokenizer, rendering.text[start:stop])["input_ids"]
         ids += piece
-        mask += [int(any(first <= start < last for first, last in rendering.spans))] * len(piece)
+        mask += [int(any(first <= start < last for first, last in targets))] * len(piece)
     whole = _call(tokenizer, rendering.text)["input_ids"]
     if ids != whole and _decode(tokenizer, ids) != _decode(tokenizer, whole):
         # The tokenizer begins each piece with a space: the borders are found in the whole text instead.
         if not tokenizer.is_fast:
             raise UsageError("data.chat: the tokenizer does not tell where its tokens stand; use its fast form")
         found = _call(tokenizer, rendering.text, return_offsets_mapping=True)
-        return found["input_ids"], [_inside(offsets, rendering.spans) for offsets in found["offset_mapping"]]
+        return found["input_ids"], [_inside(offsets, targets) for offsets in found["offset_mapping"]]
     return ids, mask
 
 
 def _encode_marked(rendering: Rendering, template: _Template) -> tuple[list[int], list[int]]:
-    """With the assistant's words as the template itself marks them."""
+    """With the assistant's words as the template itself marks them.
+
+    Raises:
+        DataError: the template marks nothing of a message that is to be trained, or not its tool calls.
+    """
+    messages = template.conversation.messages
+    found = _marked_tokens(template, messages[: rendering.messages])
+    for number, span in zip(rendering.numbers, rendering.spans, strict=True):
+        message = messages[number]
+        said = any(message.get(key) for key in ("content", "tool_calls", "reasoning_content"))
+        if said and not any(on and _inside(offsets, (span,)) for on, offsets, _ in found):
+            _refuse_unmarked(template, number, "")
+        if message.get("tool_calls") and message["content"].strip():
+            bare = {key: item for key, item in message.items() if key != "tool_calls"}
+            both = (_marked_tokens(template, [*messages[:number], one]) for one in (message, bare))
+            with_calls, without = ([token for on, _, token in tokens if on] for tokens in both)
+            if with_calls == without:
+                _refuse_unmarked(template, number, "tool_calls of ")
+    mask = [int((on and _inside(at, rendering.spans)) or _inside(at, rendering.ends)) for on, at, _ in found]
+    return [token for _, _, token in found], mask
+
+
+def _marked_tokens(template: _Template, messages: list[dict[str, Any]]) -> list[tuple[int, tuple[int, int], int]]:
+    """(whether the template marks it, where it stands, its id) of each token of a conversation."""
     found = template.apply(
-        template.conversation.messages[: rendering.messages],
+        messages,
         tokenize=True,
         return_dict=True,
         return_assistant_tokens_mask=True,
         tokenizer_kwargs={"return_offsets_mapping": True, "split_special_tokens": False, "verbose": False},
     )
-    marked = zip(found["assistant_masks"], found["offset_mapping"], strict=True)
-    return list(found["input_ids"]), [int(on and _inside(offsets, rendering.spans)) for on, offsets in marked]
+    return list(zip(found["assistant_masks"], found["offset_mapping"], found["input_ids"], strict=True))
+
+
+def _refuse_unmarked(template: _Template, number: int, what: str) -> None:
+    where = template.conversation.where
+    raise DataError(
+        f"{where}: the chat template marks nothing of {what}message {number + 1} (assistant) with "
+        "{% generation %}, so it would not be trained; mark it in the template, or give the message weight 0"
+    )
 
 
 def _inside(offsets: tuple[int, int], spans: tuple[tuple[int, int], ...]) -> int:

@@ -26,7 +26,7 @@ from .conversations import Conversation, iter_conversations
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-_CHAT_FORMAT = 2
+_CHAT_FORMAT = 3
 _BATCH = 256  # documents a call of the tokenizer
 
 

@@ -24,11 +24,11 @@ from ...surgery.checkpoint.loading import load_model
 from ...surgery.checkpoint.tokenizer import open_tokenizer, with_tokenizer
 from ...surgery.conversion.model_folder import output_specs
 from ..data.documents import open_text, text_key
-from ..data.packing import TokenStream, Window, shared_documents, split_documents, windows_key
+from ..data.packing import IGNORED, TokenStream, Window, shared_documents, split_documents, windows_key
 from ..launch import launched_processes
 from .adapters import save_run
 from .checkpointing import Position, latest_checkpoint, load_checkpoint, model_key, read_position, trained_parameters
-from .loop import check_batch, train
+from .loop import check_batch, check_targets, train
 from .losses import CausalLoss, resolve_loss
 from .metrics import Training, read_metrics, write_metrics_file
 from .modes import ADAPTER_MODES, prepare_mode
@@ -139,6 +139,7 @@ def _finetune(
             run.position = load_checkpoint(found, run.module, run.optimizer, run.position, checkpoint.matches)
             logger.info("going on from %s", found.name)
             run.history = read_metrics(out / "metrics.jsonl", until=run.position.step)
+        check_targets(run)
         accelerator.wait_for_everyone()
         if main:
             trained = sum(parameter.numel() for parameter in trained_parameters(run.module).values())
@@ -290,12 +291,25 @@ def open_streams(accelerator: Any, recipe: Recipe, tokenizer: Any, vocab_size: i
         if shared:
             logger.warning("%d of the %d documents of data.val are in data.train too", shared, held_out.documents)
         training = TokenStream(store, seed=recipe.seed, reset=reset)
-        return training, TokenStream(held_out, reset=reset).windows(recipe.eval_windows, data.seq_len)
+        return training, _validation_windows(TokenStream(held_out, reset=reset), recipe)
     kept, out = split_documents(store, data.val_fraction)
     training = TokenStream(store, kept, seed=recipe.seed, reset=reset)
     if not len(out):
         return training, []
-    return training, TokenStream(store, out, reset=reset).windows(recipe.eval_windows, data.seq_len)
+    return training, _validation_windows(TokenStream(store, out, reset=reset), recipe)
+
+
+def _validation_windows(stream: TokenStream, recipe: Recipe) -> list[Window]:
+    """The windows of the held-out text; none, and a warning, if nothing is to be predicted in them."""
+    windows = stream.windows(recipe.eval_windows, recipe.data.seq_len)
+    if windows and not any((window.targets != IGNORED).any() for window in windows):
+        logger.warning(
+            "no validation: nothing is to be predicted in %s of the held-out text; raise data.seq_len or eval_windows, "
+            "or give another data.val",
+            counted(len(windows), "window"),
+        )
+        return []
+    return windows
 
 
 def _result(run: Training, seconds: float) -> RunResult:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base.console import human_bytes, progress
+from ...base.console import counted, human_bytes, progress
 from ...base.errors import TrainingError, UsageError
 from ...mixers.importance import record_importance
 from ..data.packing import IGNORED, Window, collate
@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 MOST_EMPTY = 16
 """Batches without anything to predict that a call bears before it says that the text is at fault."""
+LOOKED_AT = 64
+"""Batches that are looked at for that before anything is removed or trained."""
 
 
 def train(run: Training) -> None:
@@ -73,10 +75,33 @@ def _say_empty(step: int, empty: int) -> None:
     if empty == 1:
         logger.warning("step %d: the batch holds nothing to predict, so it trains nothing and has no loss", step + 1)
     if empty == MOST_EMPTY:
-        raise TrainingError(
-            f"step {step + 1}: {empty} batches held nothing to predict; raise data.seq_len or batch_size, or look at"
-            " the text: the answers may all lie behind the cut"
-        )
+        raise _nothing_to_predict(f"step {step + 1}: {empty} batches held")
+
+
+def _nothing_to_predict(what: str) -> TrainingError:
+    return TrainingError(
+        f"{what} nothing to predict; raise data.seq_len or batch_size, or look at the text: the answers may all lie"
+        " behind the cut"
+    )
+
+
+def check_targets(run: Training) -> None:
+    """Refuses a run that would train nothing, or end for want of targets soon, as far as its first batches tell.
+
+    Raises:
+        TrainingError: `MOST_EMPTY` of the next `LOOKED_AT` batches, or all of a new run, hold nothing to predict.
+    """
+    recipe, first, total = run.recipe, run.position.step, run.recipe.total_steps()
+    tokens, empty, steps = run.position.tokens, 0, range(first, min(first + LOOKED_AT, total))
+    for step in steps:
+        length = recipe.data.seq_len_at(step, total)
+        places = range(tokens, tokens + length * recipe.batch_size, length)
+        empty += not any((run.stream.window(place, length).targets != IGNORED).any() for place in places)
+        tokens += length * recipe.batch_size
+        if empty == MOST_EMPTY:
+            raise _nothing_to_predict(f"{empty} of the first {counted(step + 1 - first, 'batch', 'batches')} hold")
+    if steps and empty == total:
+        raise _nothing_to_predict(f"all {empty} batches of this run hold" if empty > 1 else "the only batch holds")
 
 
 def optimiser_step(run: Training, step: int) -> Step:

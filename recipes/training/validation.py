@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ...base.errors import UsageError
+from ...base.console import counted
+from ...base.errors import DataError, UsageError
 from ...base.statistics import difference, estimate
 from ..data.packing import IGNORED, Window, as_window, batches, collate
 from .losses import CausalLoss
@@ -112,10 +113,16 @@ def _per_window(module: nn.Module, windows: list[Window], batch_size: int, accel
 
 
 def summarise(results: np.ndarray, seq_len: int) -> LossResult:
-    """Loss and its bootstrap error from (sum, targets) of each window."""
-    results = results[results[:, 1] > 0]
+    """Loss and its bootstrap error from (sum, targets) of each window.
+
+    Raises:
+        DataError: no window has a target, and no loss is none of nothing.
+    """
+    windows, results = len(results), results[results[:, 1] > 0]
     if not len(results):
-        return LossResult(0.0, 0.0, 0, 0, seq_len, ())
+        raise DataError(
+            f"nothing is to be predicted in {counted(windows, 'window')}; give longer windows or other text"
+        )
     loss, error = estimate(results)
     per_window = tuple((float(total), int(count)) for total, count in results)
     return LossResult(loss, error or 0.0, len(results), int(results[:, 1].sum()), seq_len, per_window)

@@ -258,3 +258,117 @@ def test_several_templates_of_which_none_is_the_default_are_refused(tokenizer):
     tokenizer.chat_template = {"rag": TEMPLATE, "tool_use": TEMPLATE}
     with pytest.raises(UsageError, match="has the chat templates rag, tool_use, none of them named default"):
         render_chat(Conversation(TALK), tokenizer)
+
+
+def without(role):
+    return TEMPLATE.replace("[{{ m.role", "{% if m.role == '" + role + "' %}{% continue %}{% endif %}[{{ m.role")
+
+
+LAST_USER = (
+    "{% set last = messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | list | last %}"
+    "[user] {{ last }}\n{% for m in messages if m.role == 'assistant' %}[assistant] {{ m.content }}\n" + PROMPT
+)
+
+
+def said(*pairs):
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "number"),
+    [
+        (
+            without("tool"),
+            said(
+                ("user", "warm?"), ("assistant", "I look"), ("tool", "12 degrees"), ("assistant", "It has 12 degrees")
+            ),
+            3,
+        ),
+        (
+            without("system"),
+            said(("system", "in French"), ("user", "say it in French"), ("assistant", "oui")),
+            1,
+        ),
+        (without("system"), said(("system", "user"), ("user", "hello"), ("assistant", "yes")), 1),
+        (
+            without("system"),
+            said(("user", "a b"), ("assistant", "c"), ("system", "b"), ("user", "b b"), ("assistant", "b")),
+            3,
+        ),
+        (LAST_USER, said(("user", "one"), ("assistant", "1"), ("user", "one, two"), ("assistant", "2")), 1),
+    ],
+)
+def test_words_of_a_message_that_stand_elsewhere_do_not_hide_that_it_is_left_out(tokenizer, template, messages, number):
+    tokenizer.chat_template = template
+    with pytest.raises(DataError, match=rf"t.jsonl:7: the chat template leaves out content of message {number} "):
+        render_chat(Conversation(messages, "t.jsonl:7"), tokenizer)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        TRIMS,
+        TEMPLATE.replace("m.content", "m.content | tojson"),
+        TEMPLATE.replace("m.content", "m.content | upper"),
+        # The words of a system turn may be put elsewhere, and a template may look into a message.
+        "{% set s = messages[0].content %}{% for m in messages[1:] %}[{{ m.role }}] {{ m.content }}"
+        "{% if m.role == 'user' and loop.first %} ({{ s }}){% endif %}\n" + PROMPT,
+        TEMPLATE.replace(
+            "[{{ m.role }}]", "{% if m.content.startswith('<r>') %}[r]{% else %}[{{ m.role }}]{% endif %}"
+        ),
+        TEMPLATE.replace("{{ m.content", "{{ '<t>' if '<t>' in m.content }}{{ m.content.split('<t>')[-1]"),
+    ],
+)
+def test_what_a_template_renders_in_its_own_way_is_not_left_out(tokenizer, template):
+    tokenizer.chat_template = template
+    messages = said(("system", " be\n\nkind "), ("user", '<r>a "b"</r>'), ("assistant", "<t>c d"), ("user", ""))
+    messages.append(TALK[1])
+    [(ids, mask)] = render_chat(Conversation(messages), tokenizer)
+    assert 0 < sum(mask) < len(ids)
+
+
+SPOKEN = (
+    HEAD + "[{{ m.role }}]{% if m.role == 'assistant' and m.tool_calls and not m.content %}{{ m.tool_calls | tojson }}"
+    "{% elif m.role == 'assistant' %}{% generation %}{{ m.content }}</s>{% endgeneration %}"
+    "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{% else %}{{ m.content }}{% endif %}" + PROMPT
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "what"), [("", "message 2"), ("I look", r"tool_calls of message 2")], ids=["alone", "beside words"]
+)
+def test_a_turn_that_a_template_with_marks_does_not_mark_is_refused(tokenizer, content, what):
+    tokenizer.chat_template = SPOKEN
+    call = {"role": "assistant", "content": content, "tool_calls": [CALL]}
+    messages = [TALK[0], call, {"role": "tool", "content": "seen"}, TALK[1]]
+    match = rf"t:1: the chat template marks nothing of {what} \(assistant\) with {{% generation %}}.*give .* weight 0"
+    with pytest.raises(DataError, match=match):
+        render_chat(Conversation(messages, "t:1"), tokenizer)
+    [(ids, mask)] = render_chat(Conversation(messages, untrained=frozenset({1})), tokenizer)
+    assert tokenizer.decode([i for i, on in zip(ids, mask, strict=True) if on]).startswith("a line of a table</s>")
+
+
+@pytest.mark.parametrize("space", ["", " "])
+@pytest.mark.parametrize("marks", [False, True])
+def test_an_end_token_that_is_put_before_what_comes_next_is_trained_behind_every_turn(tokenizer, marks, space):
+    marked = "{% generation %}{{ m.content }}{% endgeneration %}"
+    words = "{% if m.role == 'assistant' %}" + marked + "{% else %}{{ m.content }}{% endif %}"
+    tokenizer.chat_template = (
+        HEAD
+        + f"[{{{{ m.role }}}}]{words if marks else '{{ m.content }}'}{{% if not loop.last %}}{space}{{{{ eos_token }}}}"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}" + space + "{{ eos_token }}[assistant]{% endif %}"
+    )
+    [(ids, mask)] = render_chat(Conversation(TALK), tokenizer)
+    targets = tokenizer.decode([i for i, on in zip(ids, mask, strict=True) if on])
+    assert targets == f"a line of a table{space}<|endoftext|>a field of every row<|endoftext|>"
+    assert ids.count(tokenizer.eos_token_id) == 4
+
+
+def test_an_end_token_that_opens_the_next_turn_is_no_second_end(tokenizer):
+    tokenizer.chat_template = (
+        HEAD
+        + "{{ eos_token }}[{{ m.role }}]{{ m.content }}{{ eos_token }}"
+        + PROMPT.replace("[assistant] ", "{{ eos_token }}[assistant]")
+    )
+    [(ids, mask)] = render_chat(Conversation(TALK), tokenizer)
+    assert [i for i, on in zip(ids, mask, strict=True) if on].count(tokenizer.eos_token_id) == 2

@@ -1,6 +1,7 @@
 """What may start in a run folder, what may go on there, and that nothing is lost before something takes its place."""
 
 import dataclasses
+import json
 import os
 import shutil
 import subprocess
@@ -10,14 +11,23 @@ import types
 
 import numpy as np
 import pytest
-from palimpsa_surgery.base.errors import OutputError, OutputExistsError, PalimpsaError, TrainingError, UsageError
-from palimpsa_surgery.recipes.data.packing import IGNORED, TokenStream
-from palimpsa_surgery.recipes.training import run_folder
+from palimpsa_surgery.base.errors import (
+    DataError,
+    OutputError,
+    OutputExistsError,
+    PalimpsaError,
+    TrainingError,
+    UsageError,
+)
+from palimpsa_surgery.recipes.data.packing import IGNORED, TokenStream, Window
+from palimpsa_surgery.recipes.training import loop, run_folder
 from palimpsa_surgery.recipes.training.finetune import finetune
 from palimpsa_surgery.recipes.training.loop import check_batch
 from palimpsa_surgery.recipes.training.metrics import read_metrics
 from palimpsa_surgery.recipes.training.recipe import load_recipe
 from palimpsa_surgery.recipes.training.run_folder import MAY_CHANGE, recipe_changes
+from palimpsa_surgery.recipes.training.validation import evaluate_loss
+from transformers import AutoTokenizer
 
 
 def snapshot(folder):
@@ -333,9 +343,73 @@ def test_batches_with_nothing_to_predict_are_left_out(steps, model_folder, blank
     assert caplog.text.count("holds nothing to predict, so it trains nothing") == 1
 
 
-def test_a_text_with_nothing_to_predict_stops_the_run(model_folder, blank, tmp_path):
-    with pytest.raises(TrainingError, match=r"step 16: 16 batches held nothing to predict; raise data\.seq_len"):
-        finetune(model_folder, blank(range(99)), tmp_path / "run", overrides=["steps=40"])
+def test_a_text_with_nothing_to_predict_stops_the_run(model_folder, blank, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "LOOKED_AT", 3)
+    with pytest.raises(TrainingError, match=r"step 19: 16 batches held nothing to predict; raise data\.seq_len"):
+        finetune(model_folder, blank(range(3, 99)), tmp_path / "run", overrides=["steps=99"])
+
+
+@pytest.mark.parametrize(
+    ("steps", "empty", "said"),
+    [
+        (4, range(4), "all 4 batches of this run hold"),
+        (1, range(4), "the only batch holds"),
+        (40, range(99), "16 of the first 16 batches hold"),
+        (40, range(0, 99, 2), "16 of the first 31 batches hold"),
+    ],
+)
+def test_targets_that_are_not_there_are_found_before_the_old_run_goes(
+    steps, empty, said, model_folder, blank, finished
+):
+    _, out = finished
+    before = snapshot(out)
+    with pytest.raises(TrainingError, match=f"^{said} nothing to predict; raise data.seq_len or batch_size"):
+        finetune(model_folder, blank(empty), out, overrides=[f"steps={steps}"], force=True)
+    assert snapshot(out) == before
+
+
+def test_conversations_cut_before_their_answers_cost_nothing_with_force(model_folder, finished, tmp_path):
+    recipe, out = finished
+    question = [{"role": "user", "content": "row " * 40000}, {"role": "assistant", "content": "yes"}]
+    (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": question}))
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    data = {**recipe["data"], "train": str(tmp_path / "talk.jsonl"), "chat": True, "val_fraction": 0}
+    data["tokenizer"] = str(tmp_path / "tokenizer")
+    before = snapshot(out)
+    with pytest.raises(TrainingError, match="16 of the first 16 batches hold nothing to predict"):
+        finetune(model_folder, {**recipe, "data": data, "steps": 40}, out, force=True)
+    assert snapshot(out) == before
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["data.val", "data.val_fraction"])
+def test_a_validation_without_targets_is_said_and_is_no_loss_of_nothing(
+    named, model_folder, recipe, text, tmp_path, caplog, monkeypatch
+):
+    original = TokenStream.windows
+    monkeypatch.setattr(
+        TokenStream,
+        "windows",
+        lambda *asked: [dataclasses.replace(w, targets=np.full_like(w.targets, IGNORED)) for w in original(*asked)],
+    )
+    data = {**recipe["data"], **({"val": str(text), "val_fraction": 0} if named else {})}
+    result = finetune(model_folder, {**recipe, "data": data}, tmp_path / "run")
+    assert result.validation == ()
+    assert (
+        "no validation: nothing is to be predicted in 2 windows of the held-out text; raise data.seq_len" in caplog.text
+    )
+    assert "validation loss" not in caplog.text
+    assert not [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "validation"]
+
+
+def test_a_loss_over_no_target_is_refused(model):
+    window = Window(np.arange(4), np.full(4, IGNORED))
+    with pytest.raises(DataError, match="nothing is to be predicted in 2 windows; give longer windows or other text"):
+        evaluate_loss(model, [window, window])
 
 
 @pytest.mark.parametrize(("warmup", "said"), [(4, True), (9, True), (3, False), (0.5, False)])
