@@ -23,7 +23,7 @@ from ...surgery.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ...surgery.checkpoint.dtypes import dtype_of
 from ...surgery.checkpoint.loading import load_model
 from ...surgery.checkpoint.sources import files_read
-from ...surgery.checkpoint.tokenizer import encode_alike, load_tokenizer, open_tokenizer
+from ...surgery.checkpoint.tokenizer import encode_alike, load_tokenizer, open_tokenizer, refuse_far_ids
 from .harness import open_tasks, run_tasks
 from .report import EvalData, EvalReport, EvalSuite, EvaluatedModel, SeenText, write_report
 from .rows import compare
@@ -172,10 +172,12 @@ def _tokenizer(checkpoints: Sequence[Checkpoint], named: str | Path | None, toke
     """The tokenizer of all models, and its name.
 
     Raises:
+        CheckpointError: it has ids that a model has no row for.
         UsageError: two models have tokenizers that do not encode alike, so their losses are not of the same targets.
     """
+    rows = min(checkpoint.config.vocab_size for checkpoint in checkpoints)
     if named is not None:
-        return load_tokenizer(named, token=token), data_name(named)
+        return load_tokenizer(named, token=token, rows=rows), data_name(named)
     # Where none has one, opening the first says what to do.
     owners = [checkpoint for checkpoint in checkpoints if checkpoint.tokenizer_files] or checkpoints[:1]
     encoders = [open_tokenizer(checkpoint) for checkpoint in owners]
@@ -184,6 +186,7 @@ def _tokenizer(checkpoints: Sequence[Checkpoint], named: str | Path | None, toke
             f"{owners[0].source_id} and {owners[1].source_id} have different tokenizers, so their losses are not of "
             f"the same tokens; compare models with one tokenizer, or name it with --tokenizer"
         )
+    refuse_far_ids(encoders[0], rows, owners[0].source_id)
     return encoders[0], owners[0].source_id
 
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import LogitsProcessorList
 
-from ...base.errors import CheckpointError, UsageError
+from ...base.errors import CheckpointError, PalimpsaError, UsageError
 from ...base.text import opening_ids
 from ...surgery.checkpoint.checkpoint import open_checkpoint
 from ...surgery.checkpoint.loading import load_model
 from ...surgery.checkpoint.tokenizer import open_tokenizer, with_tokenizer
+
+_NO_SETTINGS = frozenset(("transformers_version", "_from_model_config", "bos_token_id", "eos_token_id", "pad_token_id"))
+"""Keys of a generation config that ask for no way of choosing tokens."""
 
 
 def generate(
@@ -67,7 +73,7 @@ def continue_text(
     """`generate` with a loaded model and tokenizer.
 
     Raises:
-        UsageError: an empty prompt, or numbers that make no sense.
+        UsageError: an empty prompt, numbers that make no sense, or a generation config that transformers refuses.
         CheckpointError: the logits are not finite.
     """
     if max_new_tokens < 1:
@@ -77,25 +83,61 @@ def continue_text(
     words = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     if not words:
         raise UsageError("the prompt has no token; give some text to continue")
+    rows = model.get_input_embeddings().num_embeddings
+    if max(words) >= rows:
+        raise UsageError(
+            f"the prompt spells {tokenizer.convert_ids_to_tokens(max(words))}, whose id {max(words)} the model's "
+            f"embedding of {rows} rows does not have; leave it out"
+        )
     ids = torch.tensor([[*opening_ids(tokenizer), *words]], device=model.device)
     settings = model.generation_config
-    end = settings.eos_token_id if settings.eos_token_id is not None else tokenizer.eos_token_id
+    end = tokenizer.eos_token_id if settings.eos_token_id in (None, []) else settings.eos_token_id
+    if not all(one is None or type(one) is int for one in (end if isinstance(end, list) else [end])):
+        raise UsageError(
+            f"generation_config.json has eos_token_id = {end!r}, expected a token's number or a list of them; correct "
+            "that file"
+        )
     pads = (settings.pad_token_id, tokenizer.pad_token_id, end[0] if isinstance(end, list) else end)
     sampling = {} if temperature is None else {"do_sample": temperature > 0}
     if temperature:
         sampling["temperature"] = temperature
+    if settings.stop_strings is not None:
+        sampling["tokenizer"] = tokenizer
     torch.manual_seed(seed)
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=max_new_tokens,
-        eos_token_id=end,
-        pad_token_id=next((pad for pad in pads if pad is not None), None),
-        return_dict_in_generate=False,
-        logits_processor=LogitsProcessorList([_Finite(model, ids.shape[1])]),
-        **sampling,
-    )
+    with _refusals_named(settings):
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            eos_token_id=end,
+            pad_token_id=next((pad for pad in pads if pad is not None), None),
+            return_dict_in_generate=False,
+            logits_processor=LogitsProcessorList([_Finite(model, ids.shape[1])]),
+            **sampling,
+        )
     return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+@contextlib.contextmanager
+def _refusals_named(settings: Any) -> Iterator[None]:
+    """Names a generation config's settings where transformers refuses them: it checks many of them only as it runs.
+
+    Raises:
+        UsageError: it refuses them, or they ask for another prompt than was given (`token_healing`).
+    """
+    named = {k: v for k, v in settings.to_diff_dict().items() if k not in _NO_SETTINGS and v is not None}
+    said = f"generation_config.json has {', '.join(f'{key} = {value!r}' for key, value in named.items())}"
+    if settings.token_healing:
+        raise UsageError(f"{said}: token_healing changes the prompt, which is not done here; remove it from that file")
+    try:
+        yield
+    except PalimpsaError:
+        raise
+    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, ImportError) as error:
+        if not named:
+            raise
+        reason = re.split(r"(?<=[a-z)])\. ", " ".join(str(error).split()))[0][:200].rstrip(".")
+        raise UsageError(f"{said}, which transformers refuses ({reason}); correct that file") from error
 
 
 class _Finite:

@@ -40,7 +40,8 @@ def load_model(
         The model in eval mode. Layers that are not swapped are plain Mamba2.
 
     Raises:
-        CheckpointError: as `open_checkpoint`, or the checkpoint's tensors are not exactly the model's.
+        CheckpointError: as `open_checkpoint`, the checkpoint's tensors are not exactly the model's, or transformers
+            refuses its generation config.
     """
     checkpoint = src if isinstance(src, Checkpoint) else open_checkpoint(src, revision=revision, token=token)
     checkpoint = _with_end(checkpoint)
@@ -60,8 +61,19 @@ def load_model(
     model.tie_weights()
     model.config.dtype = dtype
     if checkpoint.generation_config is not None:
-        model.generation_config = GenerationConfig.from_dict(checkpoint.generation_config)
+        model.generation_config = _generation_config(checkpoint)
     return model.eval()
+
+
+def _generation_config(checkpoint: Checkpoint) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_dict(checkpoint.generation_config)
+    except (ValueError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            f"{checkpoint.source_id}: transformers refuses its generation_config.json ({reason.rstrip('.')}); correct "
+            "that file, or remove it"
+        ) from error
 
 
 def _with_end(checkpoint: Checkpoint) -> Checkpoint:

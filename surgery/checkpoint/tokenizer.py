@@ -21,7 +21,12 @@ _ODD_TEXT = "Ünïcode: nai\u0308ve ﬁ ß 日本語 русский 🙂\r\n\t 1
 
 
 def load_tokenizer(
-    source: str | Path, *, revision: str | None = None, token: str | None = None, option: str | None = OPTION
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    option: str | None = OPTION,
+    rows: int | None = None,
 ) -> Any:
     """The tokenizer of a folder or Hub id, as transformers reads it; no code of the folder is run.
 
@@ -30,11 +35,13 @@ def load_tokenizer(
         revision: of a Hub id.
         token: Hub token.
         option: what the caller has for naming a tokenizer, for messages.
+        rows: of the embedding of the model that it is for.
 
     Raises:
-        CheckpointError: there is none, it cannot be read, or it is code of its own.
+        CheckpointError: there is none, it cannot be read, is code of its own, gives one text other ids each time, or
+            has ids that the embedding has no row for.
     """
-    return _load(resolve(source, revision=revision, token=token, weights=False).folder, str(source), option)
+    return _load(resolve(source, revision=revision, token=token, weights=False).folder, str(source), option, rows)
 
 
 def open_tokenizer(
@@ -45,7 +52,7 @@ def open_tokenizer(
     option: str | None = OPTION,
 ) -> Any:
     """The tokenizer that was named, else the checkpoint's own; `option` and errors as for `load_tokenizer`."""
-    return _load(*_place(checkpoint, named, token), option)
+    return _load(*_place(checkpoint, named, token), option, checkpoint.config.vocab_size)
 
 
 def with_tokenizer(
@@ -66,9 +73,9 @@ def with_tokenizer(
     if named is None and not checkpoint.tokenizer_files:
         return checkpoint
     folder, name = _place(checkpoint, named, token)
-    tokenizer = _load(folder, name, option)
+    rows = checkpoint.config.vocab_size
+    tokenizer = _load(folder, name, option, rows)
     found = {key: getattr(tokenizer, key) for key in SPECIAL_TOKEN_IDS}
-    rows = checkpoint.config.vocab_size  # a pad token is often added behind them, and the model cannot look it up
     ids = {key: number for key, number in found.items() if number is not None and number < rows}
 
     def settled(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,7 +112,34 @@ def _place(checkpoint: Checkpoint, named: str | Path | None, token: str | None) 
     return files[0].parent if files else checkpoint.path, checkpoint.source_id
 
 
-def _load(folder: Path, name: str, option: str | None) -> Any:
+def refuse_far_ids(tokenizer: Any, rows: int, name: str, option: str | None = OPTION) -> None:
+    """Raises `CheckpointError` for a tokenizer with ids that an embedding of so many rows cannot look up.
+
+    But for a pad token, which is often added behind them: it stands for no text.
+    """
+    far = {number: word for word, number in tokenizer.get_vocab().items() if number >= rows}
+    far.pop(tokenizer.pad_token_id, None)
+    if far:
+        last = max(far)
+        raise CheckpointError(
+            f"{name}: its tokenizer has ids up to {last} ({far[last]!r}), but the model's embedding has {rows} rows; "
+            f"{_advice(option)}"
+        )
+
+
+def _refuse_chance(tokenizer: Any, name: str, option: str | None) -> None:
+    """Raises `CheckpointError` for a tokenizer that gives one text other ids each time (BPE dropout, sampling)."""
+    dropout = getattr(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None), "dropout", None)
+    sampling = (getattr(tokenizer, "sp_model_kwargs", None) or {}).get("enable_sampling")
+    if dropout or sampling:
+        what = f"leaves out merges by chance (dropout {dropout:.3g})" if dropout else "draws its ids (enable_sampling)"
+        raise CheckpointError(
+            f"{name}: its tokenizer {what}, so one text has other ids each time; set that to null in its files, or "
+            f"{_advice(option)}"
+        )
+
+
+def _load(folder: Path, name: str, option: str | None, rows: int | None = None) -> Any:
     from transformers import AutoTokenizer
 
     refuse_code(folder, name, option)
@@ -122,6 +156,9 @@ def _load(folder: Path, name: str, option: str | None) -> Any:
         raise CheckpointError(none) from error
     if not words:  # without files transformers makes one of special tokens up, from the type of the model
         raise CheckpointError(none)
+    _refuse_chance(tokenizer, name, option)
+    if rows is not None:
+        refuse_far_ids(tokenizer, rows, name, option)
     return tokenizer
 
 

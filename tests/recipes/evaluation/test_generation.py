@@ -3,7 +3,7 @@ import shutil
 
 import pytest
 import torch
-from palimpsa_surgery.base.errors import CheckpointError, UsageError
+from palimpsa_surgery.base.errors import CheckpointError, PalimpsaError, UsageError
 from palimpsa_surgery.base.text import embedded_checkpoint_path
 from palimpsa_surgery.recipes.evaluation.generation import continue_text, generate
 from palimpsa_surgery.surgery.checkpoint.loading import load_model
@@ -90,6 +90,71 @@ def test_the_generation_config_holds_as_in_transformers(folder, settings, first_
     for seed in range(2):
         expected = by_transformers(folder, "the table", seed)
         assert generate(folder, "the table", max_new_tokens=8, seed=seed) == expected
+
+
+@pytest.mark.parametrize("stop", ["(", ["(", "zzz"]], ids=["one", "several"])
+def test_texts_that_stop_it_hold_as_in_transformers(folder, stop):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "pad_token_id": 0}))
+    tokenizer, model = load_tokenizer(folder), load_model(folder)
+    given = tokenizer("the table", return_tensors="pt")
+    added = model.generate(**given, max_new_tokens=8)[0, given["input_ids"].shape[1] :]
+    word = tokenizer.decode(added[2]).strip() if isinstance(stop, str) else [tokenizer.decode(added[2]).strip(), "zzz"]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "stop_strings": word}))
+    stopped = load_model(folder).generate(**given, max_new_tokens=8, pad_token_id=0, tokenizer=tokenizer)
+    expected = tokenizer.decode(stopped[0, given["input_ids"].shape[1] :])
+    assert len(expected) < len(tokenizer.decode(added))
+    assert generate(folder, "the table", max_new_tokens=8) == expected
+
+
+@pytest.mark.parametrize("end", [[], None])
+def test_a_config_that_names_no_end_takes_the_tokenizers(folder, end):
+    text = generate(folder, "the table", max_new_tokens=8)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    assert generate(folder, "the table", max_new_tokens=8) == text
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"token_healing": True}, "^generation_config.json has token_healing = True: token_healing changes the prompt"),
+        (
+            {"do_sample": True, "temperature": 0.0},
+            r"has do_sample = True, temperature = 0.0, which transformers refuses \(`temper.*\); correct that file$",
+        ),
+        (
+            {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+            "num_beam_groups = 2, which transformers ref",
+        ),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha = 0.6, which transformers refuses"),
+        ({"prompt_lookup_num_tokens": 3}, "assisted generation is not supported with stateful models"),
+        ({"cache_implementation": "quantized"}, "cache_implementation = 'quantized', which transformers refuses"),
+        ({"num_beams": 0}, "num_beams = 0, which transformers refuses"),
+        ({"stop_strings": []}, r"stop_strings = \[\], which transformers refuses"),
+        ({"num_return_sequences": 3}, r"model: transformers refuses its generation_config.json \(Greedy methods"),
+        (
+            {"max_new_tokens": "x"},
+            r"model: transformers refuses its generation_config.json \(.*; correct that file, or",
+        ),
+        ({"eos_token_id": "x"}, "has eos_token_id = 'x', expected a token's number or a list of them"),
+    ],
+)
+def test_a_generation_config_that_cannot_be_followed_is_named(folder, settings, message):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, **settings}))
+    with pytest.raises(PalimpsaError, match=message) as caught:
+        generate(folder, "the table", max_new_tokens=4)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_token_without_a_row_in_the_prompt_is_refused(loaded):
+    model, _ = loaded
+    other = load_tokenizer(embedded_checkpoint_path())
+    other.add_special_tokens({"pad_token": "<|far|>"})
+    for number in range(8):
+        other.add_tokens(f"<|far{number}|>", special_tokens=True)
+    with pytest.raises(
+        UsageError, match=r"spells <\|far7\|>, whose id 4101 the model's embedding of 4096 rows does not"
+    ):
+        continue_text(model, other, "a <|far7|>")
 
 
 @pytest.mark.parametrize("listed", [False, True])

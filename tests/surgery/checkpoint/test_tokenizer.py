@@ -10,6 +10,8 @@ from huggingface_hub import constants
 from palimpsa_surgery.base.errors import CheckpointError
 from palimpsa_surgery.base.files import load_json
 from palimpsa_surgery.base.text import embedded_checkpoint_path
+from palimpsa_surgery.recipes.evaluation.evaluate import evaluate
+from palimpsa_surgery.recipes.evaluation.generation import generate
 from palimpsa_surgery.sharing.hub import push_to_folder
 from palimpsa_surgery.surgery.checkpoint.checkpoint import open_checkpoint
 from palimpsa_surgery.surgery.checkpoint.sources import tokenizer_file_name, tokenizer_files
@@ -142,6 +144,50 @@ def test_of_a_hub_id_only_the_tokenizer_is_fetched(tmp_path, monkeypatch):
         assert load_tokenizer("a/b").get_vocab() == loaded.get_vocab()
     assert fetched == {"tokenizer.json", "tokenizer_config.json", "rag.jinja"}
     assert encode_alike(loaded, load_tokenizer(EMBEDDED))
+
+
+def far_words(content):
+    content["model"]["vocab"] |= {f"far{number}": 4093 + number for number in range(9)}
+
+
+def far_special(content):
+    kind = {"special": True, "normalized": False, "single_word": False, "lstrip": False, "rstrip": False}
+    content["added_tokens"] += [{**kind, "id": 4093 + number, "content": f"<|far{number}|>"} for number in range(9)]
+
+
+def drops(content):
+    content["model"]["dropout"] = 0.25
+
+
+@pytest.mark.parametrize(
+    ("edit", "match"),
+    [
+        (
+            far_words,
+            r"has ids up to 4101 \('far8'\), but the model's embedding has 4096 rows; give one with --tokenizer",
+        ),
+        (far_special, r"has ids up to 4101 \('<\|far8\|>'\), but the model's embedding has 4096 rows"),
+        (drops, r"leaves out merges by chance \(dropout 0.25\), so one text has other ids each time; set that to null"),
+    ],
+)
+@pytest.mark.parametrize("own", [True, False], ids=["own", "named"])
+def test_a_tokenizer_that_cannot_be_the_models_is_refused_wherever_it_is_opened(tmp_path, edit, match, own):
+    pico.write_mamba_ssm(tmp_path / "source", rows=4096, vocab=4096, layers=2)
+    bad = pico.write_tokenizer(tmp_path / "source" if own else tmp_path / "named", edit=edit)
+    named = None if own else bad
+    checkpoint = open_checkpoint(tmp_path / "source")
+    calls = [
+        lambda: open_tokenizer(checkpoint, named),
+        lambda: with_tokenizer(checkpoint, named),
+        lambda: load_tokenizer(bad, rows=4096),
+        lambda: convert(checkpoint.path, tmp_path / "out", layers=(0,), measuring=MeasureOptions(tokenizer=named)),
+        lambda: generate(checkpoint.path, "a", tokenizer=named),
+        lambda: evaluate(checkpoint.path, suites=["loss"], tokenizer=named),
+    ]
+    for call in calls:
+        with pytest.raises(CheckpointError, match=match):
+            call()
+    assert not (tmp_path / "out").exists()
 
 
 # Being the same.

@@ -117,7 +117,7 @@ def test_the_folder_holds_what_the_design_says(tmp_path):
 
 def test_no_path_of_this_machine_is_in_any_file(tmp_path):
     source = tmp_path / "home-of-somebody" / "source"
-    pico.write_hf(source, config={"_name_or_path": str(source)})
+    pico.write_hf(source, config={"_name_or_path": str(source)}, rows=4096, vocab=4096)
     shutil.copyfile(embedded_checkpoint_path() / "tokenizer.json", source / "tokenizer.json")
     settings = {"name_or_path": str(source), "eos_token": "<|endoftext|>"}
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
