@@ -5,9 +5,10 @@ Other programs write Mamba2 configs with names of their own. A key is, in this o
 - fixed: it chooses between functions, of which this package computes one (`FIXED`): any other value is refused;
 - read: the reader of the layout uses it, under its own name or another of `ALIASES`;
 - harmless: it concerns names, speed, initialisation or generation (`HARMLESS`, and names that begin with `_`);
-- neutral: its value asks for nothing (null, false, 0, an empty text, list or table), so it changes nothing;
-- of another kind of model (`_ANOTHER_MODEL`): attention, experts, multipliers, quantisation; refused;
-- unknown: a note names it, as it may change what the model computes.
+- of another kind of model (`_ANOTHER_MODEL`): attention, experts, multipliers, quantisation; refused, unless its value
+  asks for nothing (null, false, 0, an empty text, list or table): the model does without;
+- unknown: a note names it, as it may change what the model computes. Its value does not matter: of a key that nobody
+  here knows, false may be what takes a part of the layer away.
 """
 
 from __future__ import annotations
@@ -93,6 +94,17 @@ ALIASES: dict[str, str] = {
     "tie_embeddings": "tie_word_embeddings",
     "activation": "hidden_act",
 }
+# Parts of a Mamba2 that other programs can leave out, and those that they can add.
+_PARTS = (
+    *("causal", "is_causal", "dt_softplus", "use_softplus", "delta_softplus", "use_dt_bias", "use_D", "use_d"),
+    *("use_gate", "use_out_gate", "use_output_gate", "use_short_conv", "use_conv", "use_conv1d"),
+    *("use_norm", "use_gated_norm", "use_out_norm", "final_norm", "use_final_norm", "prenorm", "pre_norm"),
+    *("residual", "use_residual", "residual_connection", "skip_connection", "use_skip", "use_skip_connection"),
+)
+_NO_PARTS = (
+    *("non_causal", "is_encoder_decoder", "no_final_norm", "no_norm", "norm_bias", "lm_head_bias", "post_norm"),
+    *("normalize_embeddings", "scale_embeddings", "share_layers"),
+)
 # What this package computes; a message names the first of the values.
 FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
@@ -101,6 +113,8 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "rmsnorm": (True,),
     "norm_type": ("rms_norm", "rmsnorm", "RMSNorm"),
     "bidirectional": (False,),
+    **dict.fromkeys(_PARTS, (True,)),
+    **dict.fromkeys(_NO_PARTS, (False,)),
     "D_has_hdim": (False,),
     "layer": ("Mamba2",),
 }
@@ -121,7 +135,7 @@ _ANY_MODEL = (
     "id2label label2id num_labels problem_type finetuning_task task_specific_params return_dict torchscript "
     "use_bfloat16 tf_legacy_loss chunk_size_feed_forward tie_encoder_decoder output_attentions output_hidden_states "
     "output_scores "
-    "return_dict_in_generate is_decoder is_encoder_decoder prefix sep_token_id decoder_start_token_id max_length "
+    "return_dict_in_generate is_decoder pruned_heads prefix sep_token_id decoder_start_token_id max_length "
     "min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p "
     "repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences "
     "bad_words_ids forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty "
@@ -177,10 +191,13 @@ def account_for(where: str, content: Mapping[str, Any], read: Collection[str]) -
     for key, value in content.items():
         if key in FIXED:
             refuse_other(where, key, value)
-        elif key in read or key in HARMLESS or key.startswith("_") or is_neutral(value):
+        elif key in read or key in HARMLESS or key.startswith("_"):
             continue
         elif _ANOTHER_MODEL.search(key):
-            if not (_FACTOR.search(key) and type(value) in (int, float) and value == 1):
+            factor = _FACTOR.search(key) is not None and type(value) in (int, float)
+            if factor and value == 0:  # no such factor, or a branch that adds nothing
+                unknown.append(f"{key} = {shown(value)}")
+            elif not is_neutral(value) and not (factor and value == 1):
                 raise CheckpointError(
                     f"{where}:{key}: is {shown(value)}, which asks for more than Mamba2 blocks in full precision; "
                     "choose a checkpoint of those alone, or remove the key if the model does without it"

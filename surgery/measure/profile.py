@@ -5,6 +5,7 @@ A profile holds figures, not choices: any rule of `strategies.py` can be applied
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
 
 SIGNIFICANT_DIGITS = 8
+_ROUNDING = 1e-6  # of a mean against that of rounded numbers, and room for whoever rounds further
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 
@@ -68,6 +70,14 @@ class LayerProfile(StrictPart):
         if self.calibration and len(self.calibration.importance) != len(self.head_rate):
             heads = counted(len(self.calibration.importance), "head")
             raise ValueError(f"calibration has {heads}, not {len(self.head_rate)}")
+        return self
+
+    @model_validator(mode="after")
+    def _means(self) -> LayerProfile:
+        for key, value, heads in (("rate", self.rate, self.head_rate), ("window", self.window, self.head_window)):
+            mean = sum(heads) / len(heads)
+            if not math.isclose(value, mean, rel_tol=_ROUNDING):
+                raise ValueError(f"{key} is {value:.8g}, expected the mean of head_{key}, {mean:.8g}")
         return self
 
 
@@ -120,7 +130,7 @@ class Profile(StrictModel):
         return f"{self.tokens:,} tokens of {self.data} in windows of {self.seq_len:,} (seed {self.seed})"
 
     def check_source(self, checkpoint: Checkpoint) -> None:
-        """Raises `SchemaError` unless the profile was measured on this checkpoint and has each layer and head of it."""
+        """Raises `SchemaError` unless the profile is of this checkpoint, with its layers and heads as they are."""
         if not checkpoint.matches(self.fingerprint):
             raise SchemaError(
                 f"profile.json:fingerprint: the profile was measured on {self.source} ({self.fingerprint[:12]}), not "
@@ -138,6 +148,12 @@ class Profile(StrictModel):
                 raise SchemaError(
                     f"profile.json:layers.{layer.layer}.head_rate: lists {counted(len(layer.head_rate), 'head')}, "
                     f"{checkpoint.source_id} has {heads}; measure this checkpoint again"
+                )
+            kind = "Palimpsa-M" if layer.layer in checkpoint.palimpsa_layers else "plain Mamba2"
+            if layer.swapped != (kind == "Palimpsa-M"):
+                raise SchemaError(
+                    f"profile.json:layers.{layer.layer}.swapped: is {str(layer.swapped).lower()}, but that layer of "
+                    f"{checkpoint.source_id} is {kind}; correct it, or measure this checkpoint again"
                 )
 
 

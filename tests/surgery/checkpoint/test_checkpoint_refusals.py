@@ -165,6 +165,40 @@ def test_settings_that_change_nothing_are_passed_over(tmp_path, changes):
     assert open_checkpoint(tmp_path / "more").notes == ()
 
 
+WITHOUT = (
+    *("causal", "is_causal", "dt_softplus", "use_gate", "use_norm", "final_norm", "use_D", "use_short_conv"),
+    *("use_residual", "residual", "skip_connection", "use_conv1d", "use_gated_norm", "use_dt_bias"),
+)
+WITH = ("non_causal", "is_encoder_decoder", "no_final_norm", "norm_bias", "lm_head_bias", "scale_embeddings")
+
+
+@pytest.mark.parametrize("writer", [pico.write_mamba_ssm, pico.write_hf, pico.write_codestral])
+@pytest.mark.parametrize("key", [*WITHOUT, *WITH])
+def test_a_part_that_is_left_out_or_added_is_refused(tmp_path, key, writer):
+    usual = key in WITHOUT
+    writer(tmp_path, config={key: usual})
+    assert open_checkpoint(tmp_path).notes == ()
+    path = next(tmp_path.glob("*s.json" if writer is pico.write_codestral else "config.json"))
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: not usual}))
+    refused(tmp_path, rf"{key}: is {not usual}, only {usual} is supported; choose a checkpoint without this variant")
+
+
+@pytest.mark.parametrize("value", [False, 0, 0.0, None, "", [], {}], ids=repr)
+def test_a_key_that_nobody_knows_is_noted_whatever_its_value(tmp_path, value):
+    pico.write_hf(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "use_thing": value}))
+    (note,) = open_checkpoint(tmp_path).notes
+    assert f"1 key that this package does not know and does not follow (use_thing = {value!r})" in note
+
+
+@pytest.mark.parametrize("key", ["residual_multiplier", "logits_scaling"])
+@pytest.mark.parametrize(("value", "noted"), [(0, True), (0.0, True), (1, False), (None, False), (False, False)])
+def test_a_factor_of_zero_is_noted(tmp_path, key, value, noted):
+    pico.write_hf(tmp_path, config={key: value})
+    assert [f"{key} = {value!r}" in note for note in open_checkpoint(tmp_path).notes] == [True] * noted
+
+
 @pytest.mark.parametrize("writer", [pico.write_mamba_ssm, pico.write_hf, pico.write_codestral])
 def test_settings_that_nobody_knows_are_noted(tmp_path, writer):
     writer(tmp_path, config={"state_dropout": 0.1, "gate_order": "last"})

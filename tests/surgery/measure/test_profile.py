@@ -58,6 +58,12 @@ def test_each_list_of_numbers_stands_on_one_line(tmp_path):
         (lambda data: data["layers"][0]["calibration"].update(importance=[1.0]), "importance has 1 head, spread 3"),
         (lambda data: data["layers"][0]["calibration"]["spread"][1].pop(), "spread has lists of 7 and 8 numbers"),
         (lambda data: data["layers"][0]["calibration"].update(spread=[[]] * 3), "spread has lists of 0 numbers"),
+        (
+            lambda data: data["layers"][0].update(window=99999.0),
+            r"window is 99999, expected the mean of head_window, 10",
+        ),
+        (lambda data: data["layers"][0].update(rate=0.2), r"rate is 0.2, expected the mean of head_rate, 0.1"),
+        (lambda data: data["layers"][0].update(head_window=[10.0, 10.0, 40.0]), "window is 10, expected .* 20"),
         (lambda data: data.update(schema_version=99), "schema_version: is 99, newer than the 1"),
         (lambda data: data.update(method="guessed"), "method: is 'guessed', expected 'measured' or 'static'"),
     ],
@@ -86,10 +92,16 @@ def test_numbers_that_are_not_json_are_refused(tmp_path, bad):
         read_profile(path)
 
 
-def checkpoint(fingerprint="ab" * 32, layers=2, heads=2):
-    sites = MAMBA2.sites(MAMBA2.config("", {"num_hidden_layers": layers, "num_heads": heads}))
-    matches = fingerprint.__eq__
-    return SimpleNamespace(source_id="other", fingerprint=fingerprint, matches=matches, sites=sites, num_layers=layers)
+def checkpoint(fingerprint="ab" * 32, layers=2, heads=2, swapped=()):
+    sizes = {"num_hidden_layers": layers, "num_heads": heads, "palimpsa_layers": swapped}
+    return SimpleNamespace(
+        source_id="other",
+        fingerprint=fingerprint,
+        matches=fingerprint.__eq__,
+        sites=MAMBA2.sites(MAMBA2.config("", sizes)),
+        num_layers=layers,
+        palimpsa_layers=tuple(swapped),
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,6 +117,29 @@ def test_a_profile_of_another_checkpoint_is_refused(changes, message):
     measured.check_source(checkpoint())
     with pytest.raises(SchemaError, match=message):
         measured.check_source(checkpoint(**changes))
+
+
+@pytest.mark.parametrize(
+    ("said", "swapped", "message"),
+    [
+        (
+            {1},
+            (),
+            r"profile.json:layers.1.swapped: is true, but that layer of other is plain Mamba2; correct it, or mea",
+        ),
+        (
+            set(),
+            (0,),
+            r"profile.json:layers.0.swapped: is false, but that layer of other is Palimpsa-M; correct it, or",
+        ),
+        ({0, 1}, (0,), r"profile.json:layers.1.swapped: is true, but that layer of other is plain Mamba2"),
+    ],
+)
+def test_a_layer_of_another_kind_than_the_checkpoints_is_refused(said, swapped, message):
+    measured = profile([layer(number, heads=2, swapped=number in said) for number in range(2)])
+    measured.check_source(checkpoint(swapped=said))
+    with pytest.raises(SchemaError, match=message):
+        measured.check_source(checkpoint(swapped=swapped))
 
 
 @pytest.mark.parametrize("nothing", [{"tokens": 0}, {"seq_len": 0}])
