@@ -18,19 +18,27 @@ from .errors import OutputError, OutputExistsError, PalimpsaError, SchemaError, 
 from .siblings import lock, locked_folder, settle_leftovers, sibling, take_place
 
 _WINDOWS = os.name == "nt"
-RUN_PARTS = ("recipe.yaml", "metrics.jsonl", "checkpoints", "adapter", "final")
+RECIPE = "recipe.yaml"
+"""How a model was trained last; what it was made from was trained by `recipe-1.yaml`, `recipe-2.yaml`, ..."""
+RUN_PARTS = (RECIPE, "metrics.jsonl", "checkpoints", "adapter", "final")
 """What a run writes, the recipe first."""
+LICENSE_FILES = ("LICEN[SC]E*", "licen[sc]e*", "NOTICE*", "notice*")
+TOKENIZER_FILES = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken"),
+    *("chat_template.*", "tekken.json"),
+)
+"""Names in the folder of a model; a tokenizer may have templates in a folder of its own beside them."""
 _PARTS_OF_A_MODEL = (
     *("*config.json", "*.safetensors", "*.bin", "*.index.json", "*.py", "__pycache__", "adapter_source.json"),
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken"),
-    *("chat_template.*", "additional_chat_templates", "tekken.json", "plan.yaml", "profile.json", "profile.png"),
-    *("surgery_report.json", "recipe.yaml", "recipe-*.yaml", "eval.json", "eval-*.png", "README.md", ".gitattributes"),
-    *("LICEN[SC]E*", "licen[sc]e*", "NOTICE*", "notice*"),
+    *("additional_chat_templates", "plan.yaml", "profile.json", "profile.png", "surgery_report.json"),
+    *(RECIPE, "recipe-*.yaml", "eval.json", "eval-*.png", "README.md", ".gitattributes"),
+    *TOKENIZER_FILES,
+    *LICENSE_FILES,
 )
 _READ_BY_NAME = (
     *("*config.json", "params.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "tekken.json"),
     *("vocab.json", "chat_template.json", "*.index.json", "adapter_source.json", "surgery_report.json", "state.json"),
-    *("meta.json", "recipe.yaml", "recipe-*.yaml"),
+    *("meta.json", RECIPE, "recipe-*.yaml"),
 )
 """Names that no report has: a file of that name is another's, whoever asks to replace it."""
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
@@ -254,7 +262,7 @@ def refuse_to_replace(outputs: Iterable[str | Path], *inputs: str | Path | None,
 def not_ours(folder: Path) -> list[str]:
     """The names in a folder that keep it from being a model, an adapter or a run of this program and nothing else."""
     names = sorted(entry.name for entry in folder.iterdir())
-    if "recipe.yaml" in names and not {"config.json", "adapter_config.json"} & set(names):
+    if RECIPE in names and not {"config.json", "adapter_config.json"} & set(names):
         return [name for name in names if name not in RUN_PARTS and not name.startswith(".")]
     model = "config.json" in names and any(name.endswith((".safetensors", ".bin")) for name in names)
     if not model and "adapter_config.json" not in names:

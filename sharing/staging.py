@@ -18,7 +18,7 @@ import yaml
 
 from ..base.console import counted
 from ..base.errors import CheckpointError, SchemaError, UsageError
-from ..base.files import load_json, load_yaml, named_path, write_json, write_text
+from ..base.files import RECIPE, load_json, load_yaml, named_path, write_json, write_text
 from ..base.schemas import read_model, write_model
 from ..kernels.common.precision import dtype_name
 from ..recipes.evaluation.report import read_report
@@ -54,7 +54,6 @@ from .adapter_card import render_adapter_card
 from .evaluation_card import EVAL_FILE, CardEvaluation, card_evaluation
 
 MODEL, ADAPTER = "model", "adapter"
-RECIPE_FILE = "recipe.yaml"
 _BESIDE = {
     MODEL: (
         "generation_config.json",
@@ -63,12 +62,12 @@ _BESIDE = {
         "profile.json",
         "profile.png",
         "surgery_report.json",
-        RECIPE_FILE,
+        RECIPE,
         "recipe-*.yaml",
     ),
-    ADAPTER: (CONFIG, SOURCE, RECIPE_FILE),
+    ADAPTER: (CONFIG, SOURCE, RECIPE),
 }
-_OWN_FILES = ("plan.yaml", "profile.json", "surgery_report.json", RECIPE_FILE, CONFIG, SOURCE)
+_OWN_FILES = ("plan.yaml", "profile.json", "surgery_report.json", RECIPE, CONFIG, SOURCE)
 CARD = "README.md"
 SECRET = re.compile(r"\bhf_[A-Za-z0-9]{20,}\b")
 _PATH = re.compile(r"(?:/|~/|\.{1,2}/|\\\\|[A-Za-z]:[\\/]).+")
@@ -269,13 +268,13 @@ def training_facts(recipe: Path) -> tuple[str, ...]:
         return ()
     said = read_model(Recipe, recipe)
     amount = counted(said.steps, "step") if said.steps else counted(said.tokens, "token")
-    before = "" if recipe.name == RECIPE_FILE else f"what it was made from (`{recipe.name}`): "
+    before = "" if recipe.name == RECIPE else f"what it was made from (`{recipe.name}`): "
     what = f"mode `{said.mode}`, {amount}, {counted(said.batch_size, 'sequence')} of {said.data.seq_len} a step"
     text = f"text: `{_cleaned(said.data.train)}`" if said.data.train else ""
     if before:
         return (f"{before}{what}{', ' if text else ''}{text}",)
     facts = [what, *([text] if text else [])]
-    facts.append(f"`{RECIPE_FILE}` has every setting")
+    facts.append(f"`{RECIPE}` has every setting")
     return tuple(facts)
 
 

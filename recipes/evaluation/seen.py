@@ -1,8 +1,8 @@
 """Whether a text was part of a model's training, as far as the files beside the model tell.
 
 A model folder that was fine-tuned has `recipe.yaml`, which names the training text, and `recipe-1.yaml`, ... of what it
-was made from. Documents are compared by their
-content, so a copy under another name is found too, and so is a part of the text in a file of its own.
+was made from. Documents are compared by their content, so a copy under another name is found too, and so is a part of
+the text in a file of its own.
 
 The recipe may come with a model that somebody else made: it is read as a claim that may be nonsense, and the paths in
 it are opened only where they are regular files of text, up to a bound. Of its keys only those used here are looked at,

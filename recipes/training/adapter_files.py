@@ -8,13 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from ...base.errors import CheckpointError, UsageError
-from ...base.files import load_json
+from ...base.files import RECIPE, load_json
 from ...base.schemas import StrictModel
 from ...surgery.checkpoint.lazy import SafetensorsFile
 from ...surgery.checkpoint.sources import reading
 
 CONFIG, TENSORS, SOURCE = "adapter_config.json", "adapter_model.safetensors", "adapter_source.json"
-RECIPE = "recipe.yaml"
 
 _KEEPS_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 """Values of PEFT's `init_lora_weights` whose matrices are put on the base as it is. The others (pissa, olora, corda,

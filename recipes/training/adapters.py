@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ...base.errors import CheckpointError, UsageError
 from ...base.files import (
+    RECIPE,
     load_json,
     named_path,
     output_folder,
@@ -33,7 +34,6 @@ from ...surgery.checkpoint.tokenizer import with_tokenizer
 from ...surgery.families.mamba2 import EMBEDDING
 from .adapter_files import (
     CONFIG,
-    RECIPE,
     SOURCE,
     TENSORS,
     AdapterSource,

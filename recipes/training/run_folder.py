@@ -12,7 +12,7 @@ from typing import Any
 
 from ...base.console import human_bytes
 from ...base.errors import OutputError, OutputExistsError, UsageError
-from ...base.files import RUN_PARTS, inputs_within, write_text
+from ...base.files import RECIPE, RUN_PARTS, inputs_within, write_text
 from ...base.records import TEXT_SUFFIXES
 from ...base.siblings import settle_leftovers, try_lock
 from ..data.documents import cache_folder
@@ -21,7 +21,6 @@ from .recipe import Recipe, dump_recipe, load_recipe
 
 logger = logging.getLogger(__name__)
 
-PARTS = RUN_PARTS
 """What a run writes, the recipe first; nothing else in a run folder is ever touched."""
 
 MAY_CHANGE = frozenset(
@@ -58,7 +57,7 @@ def check_run_folder(
         raise OutputExistsError(f"{out}: is a file; give a folder for the run")
     if model.resolve() in (out.resolve(), *out.resolve().parents):
         raise OutputExistsError(f"{out}: is the model to train, or inside it; give a run folder of its own")
-    used = [name for name in PARTS if os.path.lexists(out / name)]
+    used = [name for name in RUN_PARTS if os.path.lexists(out / name)]
     if resume:
         _check_resume(out, recipe)
     elif used and not force:
@@ -66,9 +65,9 @@ def check_run_folder(
             f"{out}: holds a run ({', '.join(used)}); give --resume to go on, or --force to replace it"
         )
     _refuse_inputs(out, recipe, model, recipe_file, resume=resume)
-    if used and PARTS[0] not in used and not resume:
+    if used and RUN_PARTS[0] not in used and not resume:
         raise OutputExistsError(
-            f"{out}: holds {', '.join(used)} and no {PARTS[0]}, so no run wrote that; give another run folder, or "
+            f"{out}: holds {', '.join(used)} and no {RUN_PARTS[0]}, so no run wrote that; give another run folder, or "
             "remove it yourself"
         )
     linked = [name for name in used if (out / name).is_symlink()]
@@ -90,7 +89,7 @@ def _refuse_inputs(out: Path, recipe: Recipe, model: Path, recipe_file: Path | N
         "data.cache": [cache_folder(data.cache)],
         "the recipe": [] if resume else [recipe_file],
     }
-    gone = ("metrics.jsonl", "adapter", "final") if resume else PARTS
+    gone = ("metrics.jsonl", "adapter", "final") if resume else RUN_PARTS
     for part in (out / name for name in gone):
         for what, paths in inputs.items():
             lost = inputs_within(part, *paths) if part.exists() else []
@@ -114,7 +113,7 @@ def _with_files(texts: str | list[str] | None) -> list[str | Path]:
 
 
 def _check_resume(out: Path, recipe: Recipe) -> None:
-    begun = out / "recipe.yaml"
+    begun = out / RECIPE
     if not begun.is_file():
         raise UsageError(f"{out}: --resume finds no run here (no recipe.yaml); start it without --resume")
     if latest_checkpoint(out / "checkpoints") is None and (out / "final").exists():
@@ -173,7 +172,7 @@ def check_room(out: Path, recipe: Recipe, trained: int, model_bytes: int, *, res
         OutputError: there is less room than needed.
     """
     saves = -(-recipe.total_steps() // recipe.save_every) if recipe.save_every else 0
-    there = sum(file.stat().st_size for name in PARTS for file in _files_of(out / name))
+    there = sum(file.stat().st_size for name in RUN_PARTS for file in _files_of(out / name))
     kept = min(saves, recipe.keep + 1) * 12 * trained
     if resume:  # its checkpoints are among those counted
         kept = max(0, kept - sum(file.stat().st_size for file in _files_of(out / "checkpoints")))
@@ -198,12 +197,12 @@ def clear_run_folder(out: Path, recipe: Recipe, *, resume: bool) -> None:
             for name in ("final", "adapter"):
                 settle_leftovers(out / name)
         else:
-            for path in (out / name for name in reversed(PARTS)):  # the recipe last: it says whose the rest is
+            for path in (out / name for name in reversed(RUN_PARTS)):  # the recipe last: it says whose the rest is
                 if path.is_dir():
                     shutil.rmtree(path)
                 else:
                     path.unlink(missing_ok=True)
-        write_text(out / "recipe.yaml", dump_recipe(recipe))
+        write_text(out / RECIPE, dump_recipe(recipe))
     except OSError as error:
         raise OutputError(f"{out}: cannot be written ({error.strerror or error}); give another run folder") from error
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from ...base.files import not_ours, output_folder, write_text
+from ...base.files import RECIPE, not_ours, output_folder, write_text
 from ...kernels.common.precision import DTYPES
 from ...surgery.checkpoint.checkpoint import Checkpoint
 from ...surgery.checkpoint.sources import is_of_tokenizer, reading
@@ -21,7 +21,7 @@ from .recipe import Recipe, dump_recipe
 
 logger = logging.getLogger(__name__)
 
-_OF_THE_SOURCE = ("eval.json", "eval-*.png", "recipe.yaml", "recipe-*.yaml")
+_OF_THE_SOURCE = ("eval.json", "eval-*.png", RECIPE, "recipe-*.yaml")
 """What is said of a source alone: its figures, and its recipes, which `copy_companions` counts among the earlier."""
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth")
 
@@ -77,7 +77,7 @@ def save_tensors(
         write_weights(checkpoint, folder, specs, changed)
         write_surroundings(checkpoint, folder, checkpoint.config, asked or checkpoint.dtype, own=own)
         if recipe is not None:
-            write_text(folder / "recipe.yaml", dump_recipe(recipe))
+            write_text(folder / RECIPE, dump_recipe(recipe))
         keep_own(out, folder)
     logger.info("saved %s", out)
 

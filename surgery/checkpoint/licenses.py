@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-logger = logging.getLogger(__name__)
+from ...base.files import LICENSE_FILES
 
-LICENSE_PATTERNS = ("LICEN[SC]E*", "licen[sc]e*", "NOTICE*", "notice*")
+logger = logging.getLogger(__name__)
 
 
 def card_metadata(folder: Path) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def license_files(folder: Path) -> tuple[Path, ...]:
     return tuple(
         path
         for path in sorted(folder.iterdir())
-        if path.is_file() and (path.name == link or any(fnmatch(path.name, pattern) for pattern in LICENSE_PATTERNS))
+        if path.is_file() and (path.name == link or any(fnmatch(path.name, pattern) for pattern in LICENSE_FILES))
     )
 
 

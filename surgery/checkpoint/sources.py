@@ -16,10 +16,9 @@ from typing import Any
 
 from ...base.console import counted
 from ...base.errors import CheckpointError
-from ...base.files import named_path
+from ...base.files import LICENSE_FILES, RECIPE, TOKENIZER_FILES, named_path
 from ...base.network import check_network
 from ...base.text import EMBEDDED_CHECKPOINT, embedded_checkpoint_path
-from .licenses import LICENSE_PATTERNS
 
 logger = logging.getLogger(__name__)
 
@@ -39,24 +38,11 @@ WEIGHT_CHOICES = (
     "consolidated*.pth",
 )
 _TEMPLATES = "additional_chat_templates"
-TOKENIZER_PATTERNS = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "chat_template.*",
-    f"{_TEMPLATES}/*.jinja",
-    "tekken.json",
-)
-RECIPE = "recipe.yaml"
-"""How a model was trained last; what it was made from was trained by `recipe-1.yaml`, `recipe-2.yaml`, ..."""
+TOKENIZER_PATTERNS = (*TOKENIZER_FILES, f"{_TEMPLATES}/*.jinja")
 SIDE_FILES = (
     *(RECIPE, "recipe-*.yaml"),
     *("config.json", "params.json", "generation_config.json", "README.md"),
-    *LICENSE_PATTERNS,
+    *LICENSE_FILES,
     *TOKENIZER_PATTERNS,
 )
 _NOT_WEIGHTS = (".", "adapter_model", "optimizer", "scheduler", "rng_state", "training_args", "scaler")

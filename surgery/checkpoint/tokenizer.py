@@ -80,8 +80,7 @@ def with_tokenizer(
 
     def settled(config: Mapping[str, Any]) -> dict[str, Any]:
         known = {key: value if isinstance(value := config.get(key), list) else [value] for key in ids}
-        changed = {k: v for k, v in ids.items() if known[k] == [None] or (named is not None and v not in known[k])}
-        return changed
+        return {k: v for k, v in ids.items() if known[k] == [None] or (named is not None and v not in known[k])}
 
     generation = checkpoint.generation_config
     return replace(

@@ -1,4 +1,4 @@
-"""The suites of `palimpsa evaluate`, and what they share. A new suite is one file and one line in `SUITES`.
+"""The suites of `palimpsa evaluate`, and what they share. A new suite is one file and its name in `SUITES`.
 
 A suite's module offers `run(subject, text, options) -> SuiteResult`, called once a model, and, when it has a picture,
 `draw(rows, names, path)` for the rows of the report. What it measures are ratios over samples, so that errors,
@@ -23,14 +23,7 @@ from ....base.errors import DataError, EvaluationError, UsageError
 from ....base.text import opening_ids, token_windows
 from .streaming import stream_losses
 
-SUITES = {
-    "loss": "loss",
-    "positions": "positions",
-    "recall": "recall",
-    "needle": "needle",
-    "speed": "speed",
-    "importance": "importance",
-}
+SUITES = ("loss", "positions", "recall", "needle", "speed", "importance")
 _SPREAD, _MOST_READ = 8, 1 << 20
 """Blocks of text come from so many times as much, unless that is more than so many tokens."""
 
@@ -39,7 +32,7 @@ def suite_module(name: str) -> ModuleType:
     """The module of a suite; `UsageError` for a name that is not in `SUITES`."""
     if name not in SUITES:
         raise UsageError(f"suite {name!r} does not exist; expected some of {', '.join(SUITES)}")
-    return importlib.import_module(f".{SUITES[name]}", __package__)
+    return importlib.import_module(f".{name}", __package__)
 
 
 @dataclass(frozen=True)

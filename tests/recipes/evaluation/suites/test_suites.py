@@ -47,7 +47,7 @@ def value(measurement):
 @pytest.mark.parametrize("name", SUITES)
 def test_each_suite_is_a_module_with_a_run(name):
     assert callable(suite_module(name).run)
-    assert (Path(__file__).parents[4] / "recipes" / "evaluation" / "suites" / f"{SUITES[name]}.py").is_file()
+    assert (Path(__file__).parents[4] / "recipes" / "evaluation" / "suites" / f"{name}.py").is_file()
 
 
 def test_an_unknown_suite_is_refused_with_the_names():
