@@ -1,4 +1,4 @@
-"""README.md of a model folder: the model card. Facts come from the report; licence and base model from the source."""
+"""README.md of a model folder: the model card. Facts come from the report; license and base model from the source."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CardFacts:
         swapped: every Palimpsa-M layer, those of an earlier surgery included.
         dtype: of the stored weights.
         verification: lines of figures, such as `metaplasticity off: 2.1e-07`.
-        terms: `license_name` and `license_link` of the source's card, where its licence is `other`.
+        terms: `license_name` and `license_link` of the source's card, where its license is `other`.
         training: how it was fine-tuned, a line for each fact.
         evaluation: the section on an evaluation.
         results: the same as metadata.
@@ -70,7 +70,7 @@ def render_card(facts: CardFacts) -> str:
         "Evaluation": facts.evaluation,
         "Use": _usage(facts),
         "Files": _files(facts),
-        "Licence": _license(facts),
+        "License": _license(facts),
     }
     parts = [_front_matter(facts), MARKER, "", f"# {facts.name}", "", _summary(facts), ""]
     for title, text in sections.items():
@@ -110,7 +110,7 @@ def _summary(facts: CardFacts) -> str:
     groups = counted(facts.plan.gate.groups, "importance")
     return (
         f"A Mamba2 language model made from `{source}`, in which {layers} {was} replaced by Palimpsa-M: "
-        f"a Mamba2 mixer whose synapses carry an importance that protects what was learnt from being overwritten "
+        f"a Mamba2 mixer whose synapses carry an importance that protects what was learned from being overwritten "
         f"([paper]({PAPER})). All weights of the source are kept; each swapped layer adds a low-rank importance gate "
         f"(rank {facts.plan.beta_rank}, {groups} a head), a scale and a prior per head."
     )
@@ -180,7 +180,7 @@ def _license(facts: CardFacts) -> str:
         name = f" ({facts.terms['license_name']})" if "license_name" in facts.terms else ""
         link = f" Its text: {facts.terms['license_link']}" if "license_link" in facts.terms else ""
         return f"{license_text(facts.license)}{name}, carried over from the source.{link}"
-    return "The source's card names no licence; its terms apply."
+    return "The source's card names no license; its terms apply."
 
 
 def is_own_card(text: str) -> bool:

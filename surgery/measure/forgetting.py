@@ -87,7 +87,7 @@ def _layer_profile(layer: int, rate: Tensor, window: Tensor, swapped: bool, cali
 def static_forgetting(checkpoint: Checkpoint) -> Profile:
     """Estimates the figures from A_log and dt_bias alone, as if the projection of every token gave zero.
 
-    Needs no text and reads two small tensors a layer; a rough guide, labelled `static` wherever it is shown.
+    Needs no text and reads two small tensors a layer; a rough guide, labeled `static` wherever it is shown.
 
     Raises:
         CheckpointError: a figure is not finite.
