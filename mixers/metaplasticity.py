@@ -32,7 +32,7 @@ class Metaplasticity(KeepFp32Mixin, nn.Module):
     - "softplus": f(s) = log(1 + e^s), the paper's. Its gradient vanishes with beta itself: at the s that makes a
       start exact, Adam's eps eats it.
     - "abs": f(s) = |s|. It can be as small as one likes, its slope is one everywhere but at zero itself, and it is
-      never negative, so that the importance I = I_prior + J stays at least I_prior whatever an optimiser does to s.
+      never negative, so that the importance I = I_prior + J stays at least I_prior whatever an optimizer does to s.
 
     log_prior is clamped to +-20 where it is used, so that I_prior is finite and above zero for the same reason.
     `beta_scale` and `log_prior` stay in fp32 when the model is cast to a shorter type.
