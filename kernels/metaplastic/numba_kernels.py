@@ -1,7 +1,7 @@
 """The time loops of the CPU backend, compiled by numba: explicit vectors over keys, no thread knows of another.
 
-A `Vector` is 64 bytes of floats. Written out by hand because LLVM vectorises none of these loops by itself (sums over
-keys are ordered, a dozen arrays might overlap), and so that nothing depends on what it recognises or on fast-math:
+A `Vector` is 64 bytes of floats. Written out by hand because LLVM vectorizes none of these loops by itself (sums over
+keys are ordered, a dozen arrays might overlap), and so that nothing depends on what it recognizes or on fast-math:
 division and infinities are IEEE's. All arrays are flat; `Sizes` gives their shapes.
 
 One file, vectors and loops together: numba's cache between processes looks at the file of a compiled function only.
