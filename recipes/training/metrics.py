@@ -37,7 +37,7 @@ class Training:
     """What one run of the loop works with.
 
     Attributes:
-        accelerator: Accelerate's, already asked to `prepare` module and optimiser.
+        accelerator: Accelerate's, already asked to `prepare` module and optimizer.
         module: a `CausalLoss`, prepared.
         optimizer: prepared.
         stream: the training text.
