@@ -70,7 +70,7 @@ def shapes_of(toy: bool) -> tuple[dict, list[dict]]:
 
 
 def one_head_pair(inputs: dict, d_output: torch.Tensor, groups: int) -> tuple[dict, torch.Tensor]:
-    """The problem of two neighbouring heads of the last row, alone and in fp64, for an oracle that is a slow loop."""
+    """The problem of two neighboring heads of the last row, alone and in fp64, for an oracle that is a slow loop."""
     heads = d_output.shape[2]
     first = heads - heads // groups  # the first head of the last group
     part = {name: x[-1:, :, -1:] for name, x in inputs.items() if name in ("q", "k")}
@@ -274,7 +274,7 @@ def run_under(tool: str, device: str) -> Row:
     if program is None:
         return {**row, "ok": "not run", "note": "compute-sanitizer is not on the PATH"}
     command = [program, "--tool", tool, "--print-limit", "2000", sys.executable, __file__, "--small-run", device]
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # or neighbours hide writes beyond an end
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # or neighbors hide writes beyond an end
     limit = {"env": environment, "capture_output": True, "text": True, "timeout": SANITIZER_SECONDS}
     start = time.monotonic()
     try:

@@ -80,7 +80,7 @@ def run_mode(model: Path, recipe: Recipe, out: Path) -> None:
 
 
 def losses_of(folders: dict[str, str | Path], recipe: Recipe, out: Path) -> dict[str, LossResult]:
-    """The loss of each model on the validation windows of the recipe: the same ones for all; the first tokenises."""
+    """The loss of each model on the validation windows of the recipe: the same ones for all; the first tokenizes."""
     accelerator = make_accelerator(recipe, out)
     results, windows = {}, None
     for name, folder in folders.items():

@@ -75,8 +75,8 @@ def draw_changes(runs: list[Path], reference: str, output: Path, title: str, err
     _finish(figure, right, output, title)
 
 
-def _finish(figure: plt.Figure, labelled: plt.Axes, output: Path, title: str) -> None:
-    labelled.legend(frameon=False)
+def _finish(figure: plt.Figure, labeled: plt.Axes, output: Path, title: str) -> None:
+    labeled.legend(frameon=False)
     figure.suptitle(title)
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=130)

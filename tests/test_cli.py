@@ -251,7 +251,7 @@ def test_plan_says_why(work, tmp_path):
     assert json.loads(made)["layers"] == [5]
 
 
-def test_a_misspelt_key_of_a_plan_names_the_file_and_the_right_key(work, tmp_path):
+def test_a_misspelled_key_of_a_plan_names_the_file_and_the_right_key(work, tmp_path):
     bad = tmp_path / "bad.yaml"
     bad.write_text((work / "plan.yaml").read_text().replace("beta_rank:", "beta_rnk:"))
     result = invoke("convert", SOURCE, tmp_path / "out", "--plan", bad, "-q", code=1)

@@ -115,13 +115,13 @@ class Preset:
     changes: dict[str, Any] = field(default_factory=dict)
 
     def steps(self, text_tokens: int) -> int:
-        """Optimiser steps: as many whole batches as `tokens` (or the training text of `text_tokens`) fill."""
+        """Optimizer steps: as many whole batches as `tokens` (or the training text of `text_tokens`) fill."""
         return max(1, (self.tokens or text_tokens) // (self.seq_len * self.batch_size))
 
 
 PRESETS: dict[str, Preset] = {
     "gpu": Preset(
-        note="mamba2-docs-25m on one data-centre GPU, 8 layers swapped, one importance per channel",
+        note="mamba2-docs-25m on one data-center GPU, 8 layers swapped, one importance per channel",
         recipe="docs_25m",
         layers=8,
         tokens=None,

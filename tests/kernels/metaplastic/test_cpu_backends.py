@@ -155,7 +155,7 @@ def test_packed_documents_equal_separate_calls_to_rounding(backend, problem):
         assert torch.allclose(packed.state.M[i], alone.state.M[0], rtol=1e-5, atol=1e-6)
 
 
-def test_a_document_sees_nothing_of_its_neighbours(backend, problem):
+def test_a_document_sees_nothing_of_its_neighbors(backend, problem):
     p = problem(30, dtype=torch.float32)
     cu = torch.tensor([0, 11, 30])
     args = [x.clone() for x in (p.q, p.k, p.v, p.beta, p.log_decay)]
