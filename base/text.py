@@ -168,7 +168,7 @@ def token_windows(
         data: as for `iter_documents`.
         tokenizer: of the model.
         tokens: how many to take in all, at least `seq_len`; rounded down to whole windows.
-        seq_len: tokens a window.
+        seq_len: tokens per window.
         seed: of the order of the documents.
         vocab_size: rows of the model's embedding; an id outside them is an error.
         spread: the windows are taken at equal distances from so many times as much text (or what there is of it), so

@@ -7,7 +7,7 @@
     fp32        inputs in fp32 against fp64: output and every gradient, at the full shape
     long        one sequence of 128k tokens equals the run split in two with carried states, forward and backward
     first-step  seconds of a model's first step with an empty cache of compiled kernels
-    one-beta    one beta a head against mamba-ssm's scan of plain Mamba2, in the same run
+    one-beta    one beta per head against mamba-ssm's scan of plain Mamba2, in the same run
     sanitizer   compute-sanitizer's memcheck, racecheck and synccheck, side by side, over a small run of every kernel
 
 A check that cannot run says why in its row. Writes OUT.csv and OUT.md; ends with 1 when a limit is not kept.

@@ -54,12 +54,12 @@ class Metaplasticity(KeepFp32Mixin, nn.Module):
         self.plasticity_enabled = True
 
     def scale(self) -> Tensor:
-        """f(s), one number a head, [H], never negative."""
+        """f(s), one number per head, [H], never negative."""
         value = self.beta_scale.to(compute_dtype(self.beta_scale))
         return value.abs() if self.spec.scale_form == "abs" else nn.functional.softplus(value)
 
     def prior(self) -> Tensor:
-        """I_prior, one number a head, [H], finite and above zero."""
+        """I_prior, one number per head, [H], finite and above zero."""
         value = self.log_prior.to(compute_dtype(self.log_prior))
         return value.clamp(-LOG_PRIOR_LIMIT, LOG_PRIOR_LIMIT).exp()
 

@@ -67,7 +67,7 @@ def draw_positions(board: Board, path: Path) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else "")
     axes.set_xlabel("tokens before the target", color=INK)
-    axes.set_ylabel(f"{MAIN} - {CONTROL} (nats a token)", color=INK)
+    axes.set_ylabel(f"{MAIN} - {CONTROL} (nats per token)", color=INK)
     axes.legend(fontsize=8, frameon=False)
     _save(figure, path, "Loss by position, difference to the control")
 

@@ -116,7 +116,7 @@ def _lr_table(runs: Sequence[Run], chosen: dict[str, list[Run]]) -> str:
             mark = "chosen" if lr == best[0]["lr"] else ""
             rows.append([arm, f"{lr:g}", len(own), *map(_text, figures), _half_way(own), f"{speed:.0f}", mark])
     heads = ["arm", "learning rate", "seeds", "validation before, %", "after, %", "test mean, %"]
-    heads += [f"steps to {100 * HALF:.0f} % validation", "ms a step", ""]
+    heads += [f"steps to {100 * HALF:.0f} % validation", "ms per step", ""]
     return _markdown(heads, rows)
 
 

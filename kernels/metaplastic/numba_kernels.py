@@ -76,7 +76,7 @@ class Gradients(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """One chunk of one beta group in a core's cache: numbers a token, and vectors [tokens, W] (`*_v`, `M`, `do` and
+    """One chunk of one beta group in a core's cache: numbers per token, and vectors [tokens, W] (`*_v`, `M`, `do` and
     `value` for each channel).
 
     Attributes:
@@ -236,7 +236,7 @@ def _gather(source, first, stride, count, target, at):
 
 @_inlined
 def _scatter(vectors, at, count, target, first, stride):
-    """Sums over vectors, one a token, to where the token is."""
+    """Sums over vectors, one per token, to where the token is."""
     W = VECTOR_BYTES // vectors.itemsize
     for t in range(count):
         target[first + t * stride] = total(load(vectors, at + t * W))

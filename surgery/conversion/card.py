@@ -128,7 +128,7 @@ def _layer_table(facts: CardFacts) -> str:
     if facts.profile is None or facts.plan is None:
         rule = f", listed by hand (rule: {facts.plan.rule})" if facts.plan else ""
         return f"Layers: {', '.join(map(str, facts.swapped))}{rule}."
-    rows = ["| layer | window (tokens) | rate (nats a token) | why |", "| --- | --- | --- | --- |"]
+    rows = ["| layer | window (tokens) | rate (nats per token) | why |", "| --- | --- | --- | --- |"]
     for layer in facts.swapped:
         figures = facts.profile.layers[layer]
         why = facts.plan.reasons.get(layer, "" if layer in facts.plan.layers else "swapped before")

@@ -126,7 +126,7 @@ class Inspection:
         ]
 
 
-LAYER_HEADERS = ("layer", "kind", "static window (tokens)", "static rate (nats a token)")
+LAYER_HEADERS = ("layer", "kind", "static window (tokens)", "static rate (nats per token)")
 
 
 def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:

@@ -38,7 +38,7 @@ def plot_profile(profile: Profile, path: str | Path, *, chosen: Sequence[int] = 
     left, right = figure.subplots(1, 2, sharey=True)
     panels = (
         (left, "window (tokens)", "viridis", [layer.head_window for layer in profile.layers], "window"),
-        (right, "forget rate (nats a token)", "magma_r", [layer.head_rate for layer in profile.layers], "rate"),
+        (right, "forget rate (nats per token)", "magma_r", [layer.head_rate for layer in profile.layers], "rate"),
     )
     for axes, title, colors, values, kind in panels:
         _heat_map(figure, axes, title, colors, values, chosen)

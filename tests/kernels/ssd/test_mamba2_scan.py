@@ -20,7 +20,7 @@ NAMES = ("x", "dt", "A", "B", "C", "state")
 
 
 def inputs(T, *, batch=2, H=4, P=6, N=5, G=2, rows=None, decays=(-8, 4), seed=0):
-    """fp64; A dt is spread evenly over powers of ten of nats a token."""
+    """fp64; A dt is spread evenly over powers of ten of nats per token."""
     r = torch.Generator().manual_seed(seed)
     nats = 10 ** (decays[0] + (decays[1] - decays[0]) * torch.rand(batch, T, H, generator=r, dtype=torch.float64))
     A = -0.1 - torch.rand(H, generator=r, dtype=torch.float64)
