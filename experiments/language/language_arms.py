@@ -78,7 +78,7 @@ class Preset:
         seq_len, batch_size, micro_batch_size: of training.
         lrs: candidates, tried alike for control and main arm with the first seed.
         lr_new: of what surgery added, times the variant's `lr_new_times`.
-        beta_groups: importance gates a head; None for one per channel.
+        beta_groups: importance gates per head; None for one per channel.
         seeds: of control and main arm; the other arms take the first.
         eval_length, eval_tokens: windows of held-out text for the losses by position, and how much of it.
         dev_windows: of `seq_len` tokens, which choose the learning rate.

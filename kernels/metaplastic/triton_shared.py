@@ -2,7 +2,7 @@
 """One beta per head: the importance is then a vector over keys, and the read-out is Mamba2's on q / I.
 
 Everything is a matrix product over blocks of tokens, so this costs about what Mamba2's own scan does. A few beta
-groups a head are that many narrower heads. `docs/kernels.md` has the names.
+groups per head are that many narrower heads. `docs/kernels.md` has the names.
 """
 
 import torch

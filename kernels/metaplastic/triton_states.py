@@ -1,6 +1,6 @@
 """The two states at block boundaries: forwards by matrix products, and their gradients backwards.
 
-Both states are linear recurrences with one scalar decay a head, so over a block with cumulative log decay g
+Both states are linear recurrences with one scalar decay per head, so over a block with cumulative log decay g
     M_end = exp(g_end) M_start + sum_s exp(g_end - g_s) v_s (x) k_s          (J with beta and k^2)
 and no decay is ever divided by.
 """

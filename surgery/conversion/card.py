@@ -112,7 +112,7 @@ def _summary(facts: CardFacts) -> str:
         f"A Mamba2 language model made from `{source}`, in which {layers} {was} replaced by Palimpsa-M: "
         f"a Mamba2 mixer whose synapses carry an importance that protects what was learned from being overwritten "
         f"([paper]({PAPER})). All weights of the source are kept; each swapped layer adds a low-rank importance gate "
-        f"(rank {facts.plan.beta_rank}, {groups} a head), a scale and a prior per head."
+        f"(rank {facts.plan.beta_rank}, {groups} per head), a scale and a prior per head."
     )
 
 

@@ -253,7 +253,7 @@ def _asked_for(profile: Profile | None, layer: int) -> str:
 
 
 def write_plan(plan: Plan, path: str | Path) -> None:
-    """Writes plan.yaml, with a head that explains its keys."""
+    """Writes plan.yaml, with a heading that explains its keys."""
     write_text(path, HEADER.format(source=plan.source, rules=", ".join(RULES)) + dump_yaml(plan))
 
 

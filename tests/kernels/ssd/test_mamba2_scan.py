@@ -275,7 +275,7 @@ def stand_in(monkeypatch, package):
 
     def update(state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False):
         assert (dt.shape, A.shape, dt_bias.shape) == (x.shape, (*x.shape[1:], B.shape[-1]), x.shape[1:])
-        assert A.stride(-1) == A.stride(-2) == dt.stride(-1) == dt_bias.stride(-1) == 0  # one decay a head
+        assert A.stride(-1) == A.stride(-2) == dt.stride(-1) == dt_bias.stride(-1) == 0  # one decay per head
         assert D.shape == dt_bias.shape  # it reads the strides of both, given or not
         assert not dt_bias.any()
         assert not D.any()
