@@ -13,17 +13,12 @@ from ...base.console import counted
 from ...mixers.geometry import GATE_FP32, MIXER_FP32
 from ..checkpoint.licenses import license_text
 from ..measure.profile import Profile
+from ..planning.inits import INITS
 from ..planning.plan import Plan
 
 MARKER = "<!-- card written by palimpsa-surgery; remove this line to keep your own text -->"
 PAPER = "https://arxiv.org/abs/2602.09075"
 TAGS = ["palimpsa", "mamba2", "state-space", "metaplasticity"]
-
-_STARTS = {
-    "identity": "the logits of the source, to rounding",
-    "calibrated": "each head's output at the source's scale, at a mean importance growth of {strength}",
-    "paper": "the random start of the paper",
-}
 
 
 @dataclass(frozen=True)
@@ -138,7 +133,7 @@ def _layer_table(facts: CardFacts) -> str:
 
 
 def _start(facts: CardFacts) -> str:
-    meaning = _STARTS[facts.plan.init].format(strength=facts.plan.strength)
+    meaning = INITS[facts.plan.init].meaning.format(strength=facts.plan.strength)
     return (
         f"Start: **{facts.plan.init}** ({meaning}), scale form `{facts.plan.beta_scale_form}`, seed {facts.plan.seed}."
     )
