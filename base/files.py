@@ -28,18 +28,17 @@ TOKENIZER_FILES = (
     *("chat_template.*", "tekken.json"),
 )
 """Names in the folder of a model; a tokenizer may have templates in a folder of its own beside them."""
-_PARTS_OF_A_MODEL = (
-    *("*config.json", "*.safetensors", "*.bin", "*.index.json", "*.py", "__pycache__", "adapter_source.json"),
-    *("additional_chat_templates", "plan.yaml", "profile.json", "profile.png", "surgery_report.json"),
-    *(RECIPE, "recipe-*.yaml", "eval.json", "eval-*.png", "README.md", ".gitattributes"),
+_READ_FROM_A_MODEL = (
+    *("*config.json", "*.index.json", "adapter_source.json", "surgery_report.json", RECIPE, "recipe-*.yaml"),
     *TOKENIZER_FILES,
+)
+_PARTS_OF_A_MODEL = (
+    *_READ_FROM_A_MODEL,
+    *("*.safetensors", "*.bin", "*.py", "__pycache__", "additional_chat_templates", "README.md", ".gitattributes"),
+    *("plan.yaml", "profile.json", "profile.png", "eval.json", "eval-*.png"),
     *LICENSE_FILES,
 )
-_READ_BY_NAME = (
-    *("*config.json", "params.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "tekken.json"),
-    *("vocab.json", "chat_template.json", "*.index.json", "adapter_source.json", "surgery_report.json", "state.json"),
-    *("meta.json", RECIPE, "recipe-*.yaml"),
-)
+_READ_BY_NAME = (*_READ_FROM_A_MODEL, "params.json", "state.json", "meta.json")
 """Names that no report has: a file of that name is another's, whoever asks to replace it."""
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 

@@ -10,12 +10,12 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..common.kept import kept
 from ..common.precision import dtype_name
 from ..common.torch_blocks import needs_backward
 from ..common.triton_blocks import Blocks, make_blocks
 from ..common.triton_launch import on_device_of, uses_assembly
 from . import torch_chunk, triton_backward, triton_forward, triton_states, triton_step
-from .kept import kept
 from .triton_shared import SharedScan
 from .types import ScanInputs, ScanOutput, ScanProblem, ScanState
 

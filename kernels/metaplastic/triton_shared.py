@@ -11,9 +11,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..common.kept import kept
 from ..common.triton_blocks import Blocks, clear_first_tokens, make_blocks
 from ..common.triton_launch import on_device_of, power_of_two
-from .kept import kept
 from .triton_backward import add_heads
 from .triton_states import block_states, dot_types, load_log_decay, reverse_states
 

@@ -11,8 +11,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ...base.errors import CheckpointError, UsageError
+from ...kernels.common.kept import KeptOutputs
 from ...kernels.common.precision import compute_dtype
-from ...kernels.metaplastic.kept import KeptOutputs
 from ...mixers.geometry import FP32_NAMES
 from ...mixers.layout import SequenceLayout, sequence_layout
 from ...mixers.metaplasticity import Metaplasticity

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from palimpsa_surgery.base.errors import UsageError
-from palimpsa_surgery.kernels.metaplastic.kept import kept
+from palimpsa_surgery.kernels.common.kept import kept
 from palimpsa_surgery.kernels.metaplastic.scan import ScanOutput, ScanState, metaplastic_scan
 from palimpsa_surgery.mixers import mixer as mixer_palimpsa_mamba2
 from palimpsa_surgery.modeling import metaplasticity_off

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from palimpsa_surgery.kernels.metaplastic.kept import KeptOutputs, kept
+from palimpsa_surgery.kernels.common.kept import KeptOutputs, kept
 from torch.utils.checkpoint import checkpoint
 
 
