@@ -1,6 +1,6 @@
-"""Text for measuring, training and evaluating: read, tokenized, cut into windows, always in the same way.
+"""Text for measuring, training and evaluating: read, tokenized, cut into sequences, always in the same way.
 
-Documents are read in the order of the files, shuffled with a seed, joined and cut into windows of equal length. Each
+Documents are read in the order of the files, shuffled with a seed, joined and cut into sequences of equal length. Each
 begins with what the tokenizer itself puts at the start of a text, and ends with its end-of-text token. The result
 depends on the text, the seed and the lengths, on nothing else.
 """
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 EMBEDDED_CHECKPOINT = "embedded:mamba2-docs-1m"
 _MOST_DIGITS = 18
 _POOL_CHARACTERS = 64 << 20
-"""Of a larger text only the first 64 Mi characters are shuffled: a window needs no more, and memory has an end."""
+"""Of a larger text only the first 64 Mi characters are shuffled: a sequence needs no more, and memory has an end."""
 PIECE_CHARACTERS = 1 << 20
 """A longer document is tokenized in pieces, so that memory has an end."""
 
@@ -162,26 +162,28 @@ def token_windows(
 ) -> tuple[list[np.ndarray], dict[str, Any]]:
     """Windows of `seq_len` tokens, `tokens` in all, of the documents joined with the end-of-text token.
 
-    A text that is too short gives fewer windows, and a single shorter one when it does not fill one.
+    A text that is too short gives fewer sequences, and a single shorter one when it does not fill one.
 
     Args:
         data: as for `iter_documents`.
         tokenizer: of the model.
-        tokens: how many to take in all, at least `seq_len`; rounded down to whole windows.
-        seq_len: tokens per window.
+        tokens: how many to take in all, at least `seq_len`; rounded down to whole sequences.
+        seq_len: tokens per sequence.
         seed: of the order of the documents.
         vocab_size: rows of the model's embedding; an id outside them is an error.
-        spread: the windows are taken at equal distances from so many times as much text (or what there is of it), so
-            that a few windows do not all come from one long document.
+        spread: the sequences are taken at equal distances from so many times as much text (or what there is of it), so
+            that a few sequences do not all come from one long document.
 
     Returns:
-        The windows, int64 arrays, and what outputs record about them: data, tokens, seq_len, windows, seed.
+        The sequences, int64 arrays, and what outputs record about them: data, tokens, seq_len, windows, seed.
     """
     if seq_len < 2:
-        raise UsageError(f"a window of {counted(seq_len, 'token')} holds nothing to predict; give --seq-len 2 or more")
+        raise UsageError(
+            f"a sequence of {counted(seq_len, 'token')} holds nothing to predict; give --seq-len 2 or more"
+        )
     if tokens < seq_len:
         raise UsageError(
-            f"{counted(tokens, 'token')} cannot fill one window of {seq_len:,}; raise --tokens or lower --seq-len"
+            f"{counted(tokens, 'token')} cannot fill one sequence of {seq_len:,}; raise --tokens or lower --seq-len"
         )
     count = tokens // seq_len
     stream = _token_stream(
@@ -200,7 +202,7 @@ def token_windows(
         windows = [windows[index * len(windows) // count] for index in range(count)]
     total = sum(len(window) for window in windows)
     if total < count * seq_len:
-        logger.warning("%s holds only %d tokens in whole windows, %d were asked for", data_name(data), total, tokens)
+        logger.warning("%s holds only %d tokens in whole sequences, %d were asked for", data_name(data), total, tokens)
     return windows, {
         "data": data_name(data),
         "tokens": total,

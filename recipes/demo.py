@@ -49,10 +49,10 @@ class DemoOptions:
 
     Attributes:
         layers: how many layers to swap.
-        tokens: measured, in windows of `seq_len`.
+        tokens: measured, in sequences of `seq_len`.
         seq_len: also of training and of the losses.
         steps: of fine-tuning.
-        batch_size: windows per step.
+        batch_size: sequences per optimizer step.
         loss_tokens: of held-out text.
         new_tokens: to generate.
     """
@@ -250,7 +250,7 @@ equal its source (`converted/surgery_report.json`), then fine-tuned for {counted
 
 ![forgetting](profile.png)
 
-## Loss on held-out text (nats per token, bootstrap error over windows)
+## Loss on held-out text (nats per token, bootstrap error over sequences)
 
 ```
 {losses}

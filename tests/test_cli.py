@@ -92,7 +92,7 @@ def test_no_verb_shows_the_help_and_version_is_printed():
         (["convert", SOURCE, "out", "--layers", "2", "--beta-groups", "3"], 2, "--beta-groups: 3 does not divide"),
         (["inspect", "/nowhere/at-all"], 1, "/nowhere/at-all: no such folder"),
         (["measure", SOURCE, "--data", "absent.jsonl"], 1, "absent.jsonl: does not exist"),
-        (["measure", SOURCE, "--tokens", "10", "--seq-len", "20"], 2, "10 tokens cannot fill one window of 20"),
+        (["measure", SOURCE, "--tokens", "10", "--seq-len", "20"], 2, "10 tokens cannot fill one sequence of 20"),
         (["convert", SOURCE, "out", "--layers", "1,", "--dtype", "int8"], 2, "--dtype int8"),
         (["finetune", SOURCE, "--recipe", "tiny_cp"], 2, "did you mean tiny_cpu?"),
         (["generate", SOURCE, ""], 2, "the prompt has no token"),

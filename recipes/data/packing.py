@@ -174,7 +174,7 @@ def as_window(tokens: Window | Sequence[int] | np.ndarray) -> Window:
         return tokens
     ids = np.asarray(tokens, np.int64).reshape(-1)
     if len(ids) < 2:
-        raise DataError(f"a window of {counted(len(ids), 'token')} holds nothing to predict; give at least 2")
+        raise DataError(f"a sequence of {counted(len(ids), 'token')} holds nothing to predict; give at least 2")
     return Window(ids[:-1], ids[1:])
 
 

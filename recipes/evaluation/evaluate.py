@@ -64,8 +64,8 @@ def evaluate(
 ) -> EvalReport:
     """Measures a model, and another one on the same text and the same questions.
 
-    One model is in memory at a time. Errors are bootstrapped over windows, sequences or timings; those of differences
-    draw the same windows for both models.
+    One model is in memory at a time. Errors are bootstrapped over sequences or timings; those of differences
+    draw the same sequences for both models.
 
     Args:
         model: a model folder, Hub id or open checkpoint, source or converted, of any layout.

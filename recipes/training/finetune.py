@@ -306,7 +306,7 @@ def _validation_windows(stream: TokenStream, recipe: Recipe) -> list[Window]:
         logger.warning(
             "no validation: nothing is to be predicted in %s of the held-out text; raise data.seq_len or eval_windows, "
             "or give another data.val",
-            counted(len(windows), "window"),
+            counted(len(windows), "sequence"),
         )
         return []
     return windows

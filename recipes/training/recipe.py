@@ -26,14 +26,14 @@ as an estimate needs it and no model class."""
 
 
 class Stage(StrictPart):
-    """One stage of a length curriculum: windows of `seq_len` tokens until this fraction of the steps is done."""
+    """One stage of a length curriculum: sequences of `seq_len` tokens until this fraction of the steps is done."""
 
     until: float = Field(gt=0, le=1)
     seq_len: int = Field(ge=2)
 
 
 class DataRecipe(StrictPart):
-    """Where the text comes from and how it becomes windows of tokens."""
+    """Where the text comes from and how it becomes sequences of tokens."""
 
     train: str | list[str] | None = None
     val: str | list[str] | None = None
@@ -60,7 +60,7 @@ class DataRecipe(StrictPart):
         return self
 
     def seq_len_at(self, step: int, steps: int) -> int:
-        """The window length of optimizer step `step` (0-based) of `steps`: the curriculum's stage, then `seq_len`."""
+        """The sequence length of optimizer step `step` (0-based) of `steps`: the curriculum's stage, then `seq_len`."""
         for stage in self.curriculum:
             if step < stage.until * steps:
                 return stage.seq_len
@@ -78,7 +78,7 @@ class LoraRecipe(StrictPart):
 
 
 class Recipe(StrictModel):
-    """A whole recipe. Times are counted in optimizer steps, lengths in tokens, sizes in windows."""
+    """A whole recipe. Times are counted in optimizer steps, lengths in tokens, sizes in sequences."""
 
     description: str = ""
     mode: Literal["full", "new", "new+swapped", "lora", "qlora"] = "full"

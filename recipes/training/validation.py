@@ -21,15 +21,15 @@ from .losses import CausalLoss
 
 @dataclass(frozen=True)
 class LossResult:
-    """Loss over windows.
+    """Loss over sequences.
 
     Attributes:
-        loss: nats a target, over all targets of all windows.
-        stderr: bootstrap standard error over windows; zero for a single window, which says nothing about it.
+        loss: nats per target, over all targets of all sequences.
+        stderr: bootstrap standard error over sequences; zero for a single one, which says nothing about it.
         windows: how many.
         tokens: targets predicted.
-        seq_len: inputs of the longest window.
-        per_window: (sum of losses, targets) of each window, for paired comparisons.
+        seq_len: inputs of the longest sequence.
+        per_window: (sum of losses, targets) of each sequence, for paired comparisons.
     """
 
     loss: float
@@ -58,14 +58,14 @@ def evaluate_loss(
     precision: str = "no",
     accelerator: Any = None,
 ) -> LossResult:
-    """Mean next-token loss over windows, in eval mode; the model's mode is put back afterwards.
+    """Mean next-token loss over sequences, in eval mode; the model's mode is put back afterwards.
 
     Args:
         model: a causal LM, or a `CausalLoss` (prepared by Accelerate or not).
-        windows: windows, or plain token ids, of any lengths.
-        batch_size: windows of equal length a forward pass.
+        windows: sequences, or plain token ids, of any lengths.
+        batch_size: sequences of equal length per forward pass.
         precision: "no" or "bf16" autocast, when `model` is a causal LM.
-        accelerator: shares the windows among its processes; every process gets the whole result.
+        accelerator: shares the sequences among its processes; every process gets the whole result.
     """
     module = model if isinstance(_unwrapped(model), CausalLoss) else CausalLoss(model, precision=precision)
     ready = [as_window(window) for window in windows]
@@ -116,12 +116,12 @@ def summarize(results: np.ndarray, seq_len: int) -> LossResult:
     """Loss and its bootstrap error from (sum, targets) of each window.
 
     Raises:
-        DataError: no window has a target, and no loss is none of nothing.
+        DataError: no sequence has a target, and no loss is none of nothing.
     """
     windows, results = len(results), results[results[:, 1] > 0]
     if not len(results):
         raise DataError(
-            f"nothing is to be predicted in {counted(windows, 'window')}; give longer windows or other text"
+            f"nothing is to be predicted in {counted(windows, 'sequence')}; give longer sequences or other text"
         )
     loss, error = estimate(results)
     per_window = tuple((float(total), int(count)) for total, count in results)
@@ -133,7 +133,7 @@ def paired_difference(first: LossResult, second: LossResult) -> tuple[float, flo
     a, b = np.asarray(first.per_window), np.asarray(second.per_window)
     if a.shape != b.shape or (a[:, 1] != b[:, 1]).any():
         raise UsageError(
-            "the two losses are not of the same windows; evaluate both models on the same text and lengths"
+            "the two losses are not of the same sequences; evaluate both models on the same text and lengths"
         )
     value, error = difference(a, b)
     return value, error or 0.0

@@ -117,7 +117,7 @@ def measure_forgetting(
     Args:
         model: a `PalimpsaMamba2ForCausalLM`, on any device, in any dtype.
         windows: token ids, arrays of any lengths.
-        batch_size: windows at a time; memory and speed depend on it, the figures do not.
+        batch_size: sequences at a time; memory and speed depend on it, the figures do not.
         calibrate: also collect the statistics of the calibrated start.
 
     Returns:
@@ -199,9 +199,9 @@ def measure(
         src: folder, Hub id, or an open checkpoint.
         data: text as for `base.text.iter_documents`; None is the embedded one.
         tokens: how many tokens in all.
-        seq_len: tokens in a window; windows longer than a head's memory are needed to see it.
-        seed: of the choice of windows.
-        batch_size: windows at a time; by default as many as make `BATCH_TOKENS`.
+        seq_len: tokens per sequence; sequences longer than a head's memory are needed to see it.
+        seed: of the choice of text.
+        batch_size: sequences at a time; by default as many as make `BATCH_TOKENS`.
         static: no text, `static_forgetting` instead.
         calibrate: also collect what the calibrated start needs; a quarter of the time.
         device: where the model runs; fp32 whatever the checkpoint's dtype.

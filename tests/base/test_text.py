@@ -172,7 +172,7 @@ def test_a_short_text_gives_what_it_has(tmp_path, caplog):
     path = write(tmp_path / "d.txt", "a" * 20)
     windows, description = text.token_windows(path, Characters(), tokens=64, seq_len=8)
     assert [len(w) for w in windows] == [8, 8]
-    assert "holds only 16 tokens in whole windows, 64 were asked for" in caplog.text
+    assert "holds only 16 tokens in whole sequences, 64 were asked for" in caplog.text
     windows, description = text.token_windows(path, Characters(), tokens=64, seq_len=64)
     assert [len(w) for w in windows] == [21]
     assert (description["tokens"], description["seq_len"]) == (21, 21)
@@ -181,7 +181,7 @@ def test_a_short_text_gives_what_it_has(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"tokens": 64, "seq_len": 128}, UsageError, "64 tokens cannot fill one window of 128"),
+        ({"tokens": 64, "seq_len": 128}, UsageError, "64 tokens cannot fill one sequence of 128"),
         ({"tokens": 64, "seq_len": 1}, UsageError, "--seq-len 2 or more"),
         ({"tokens": 8, "seq_len": 8, "vocab_size": 97}, CheckpointError, "gives the id 97 .* embedding has 97 rows"),
     ],

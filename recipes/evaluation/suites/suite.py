@@ -181,7 +181,7 @@ class EvalText:
         actual = len(self.windows(length)[0])
         if actual == length:
             return []
-        return [f"the text does not fill a window of {length} tokens; one of {actual} was used instead"]
+        return [f"the text does not fill a sequence of {length} tokens; one of {actual} was used instead"]
 
     def filler(self, length: int, number: int) -> np.ndarray:
         """`length` tokens of running text, another part of it for each `number` as far as it goes round.
@@ -257,7 +257,7 @@ class Subject:
             if not np.isfinite(values).all():
                 position = int(np.argmin(np.isfinite(values)))
                 raise EvaluationError(
-                    f"{self.name}: the loss is not finite in window {number} of {length} tokens, first at token "
+                    f"{self.name}: the loss is not finite in sequence {number} of {length} tokens, first at token "
                     f"{position + 1}; look for weights that are not finite, or try --dtype float32"
                 )
 

@@ -400,7 +400,8 @@ def test_a_validation_without_targets_is_said_and_is_no_loss_of_nothing(
     result = finetune(model_folder, {**recipe, "data": data}, tmp_path / "run")
     assert result.validation == ()
     assert (
-        "no validation: nothing is to be predicted in 2 windows of the held-out text; raise data.seq_len" in caplog.text
+        "no validation: nothing is to be predicted in 2 sequences of the held-out text; raise data.seq_len"
+        in caplog.text
     )
     assert "validation loss" not in caplog.text
     assert not [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "validation"]
@@ -408,7 +409,7 @@ def test_a_validation_without_targets_is_said_and_is_no_loss_of_nothing(
 
 def test_a_loss_over_no_target_is_refused(model):
     window = Window(np.arange(4), np.full(4, IGNORED))
-    with pytest.raises(DataError, match="nothing is to be predicted in 2 windows; give longer windows or other text"):
+    with pytest.raises(DataError, match="nothing is to be predicted in 2 sequences; give longer sequences"):
         evaluate_loss(model, [window, window])
 
 

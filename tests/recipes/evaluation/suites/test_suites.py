@@ -134,7 +134,7 @@ def test_a_text_shorter_than_a_window_is_measured_whole_and_said(subject, tokeni
     short = EvalText(tmp_path / "short.txt", tokenizer, longest=64, tokens=64, seed=0, vocab_size=4096)
     found, notes = suite_loss.run(subject, short, options(lengths=(64,)))
     assert found[0].at["length"] == len(short.stream) < 64
-    assert "does not fill a window of 64 tokens" in notes[0]
+    assert "does not fill a sequence of 64 tokens" in notes[0]
 
 
 @pytest.mark.parametrize("targets", [1, 15, 16, 31, 49, 4095])
@@ -173,7 +173,7 @@ def test_a_loss_that_is_not_finite_names_model_window_and_token(evaluated):
     with torch.no_grad():
         model.backbone.embeddings.weight[evaluated.windows(24)[3][5]] = float("nan")
     with pytest.raises(
-        EvaluationError, match=r"broken: the loss is not finite in window \d+ of 24 tokens, first at token"
+        EvaluationError, match=r"broken: the loss is not finite in sequence \d+ of 24 tokens, first at token"
     ):
         suite_loss.run(Subject(model, "broken"), evaluated, options())
 
