@@ -134,8 +134,8 @@ def report(
     before = f" The start lies {signed(source, start)} from its source." if source else ""
     return (
         f"{facts['device']}, {facts['date']}, commit {facts['commit']}, torch {facts['torch']}. Losses in nats per"
-        f" token over {start.windows} windows of {start.seq_len} held-out tokens; ± is one bootstrap standard error;"
-        f" the paired difference takes the same windows of both models.{before}\n\n"
+        f" token over {start.windows} sequences of {start.seq_len} held-out tokens; ± is one bootstrap standard error;"
+        f" the paired difference takes the same sequences for both models.{before}\n\n"
         f"    {facts['command']}\n\n{markdown_table(rows)}"
     )
 

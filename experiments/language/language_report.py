@@ -64,8 +64,8 @@ def setup_table(board: Board, overlap: Path) -> str:
         ("preset, version", f"{control.preset}, {control.version}"),
         ("device", control.device),
         ("arms", len(board.results)),
-        ("training of each", f"{control.tokens:,} tokens of {control.train}, windows of {control.seq_len:,}"),
-        ("losses", f"{windows} windows of {longest:,} tokens of {control.held_out}"),
+        ("training of each", f"{control.tokens:,} tokens of {control.train}, sequences of {control.seq_len:,}"),
+        ("losses", f"{windows} sequences of {longest:,} tokens of {control.held_out}"),
         ("time of all arms", f"{seconds / 60:.0f} minutes, {_training_minutes(board):.0f} of them training"),
     ]
     if overlap.is_file():
