@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -29,7 +28,6 @@ from ...base.files import (
 from ...base.schemas import read_model, write_model
 from ...surgery.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ...surgery.checkpoint.dtypes import STORED, dtype_of
-from ...surgery.checkpoint.loading import load_model
 from ...surgery.checkpoint.tokenizer import with_tokenizer
 from ...surgery.families.mamba2 import EMBEDDING
 from .adapter_files import (
@@ -127,17 +125,6 @@ def open_base(adapter: Path, base: str | Path | None) -> Checkpoint:
             f" {list(source.palimpsa_layers)} swapped; its fingerprint is another); give that model with --base"
         )
     return checkpoint
-
-
-def load_adapter(run: str | Path, base: str | Path | None = None) -> nn.Module:
-    """The base with its adapter on it, as a PEFT model in eval mode."""
-    from peft import PeftModel
-
-    adapter = find_adapter(run)
-    read_adapter_config(adapter)
-    read_adapter_tensors(adapter)  # for what it refuses
-    model = load_model(open_base(adapter, base), dtype=torch.float32)
-    return PeftModel.from_pretrained(model, str(adapter)).eval()
 
 
 def merge(
