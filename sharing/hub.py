@@ -21,7 +21,6 @@ from ..base.files import output_folder, refuse_existing, refuse_to_delete
 from ..base.network import check_network
 from ..surgery.checkpoint.sources import read_foreign_json
 from ..surgery.conversion.card import is_own_card
-from ..surgery.families.registry import FAMILIES
 from .staging import ADAPTER, CARD, MODEL, SECRET, Upload, prepare_upload
 
 if TYPE_CHECKING:
@@ -211,7 +210,7 @@ class _Push:
         config, report = (self._table(info, present, name) for name in ("config.json", "surgery_report.json"))
         identity = {key: config.get(key) for key in self.upload.identity}
         identity["source_fingerprint"] = report.get("source_fingerprint")
-        return config.get("model_type") in FAMILIES and identity == self.upload.identity
+        return config.get("model_type") == "palimpsa_mamba2" and identity == self.upload.identity
 
     def _goes(self, name: str, same: bool) -> bool:
         """Whether a file that is there and not part of the push is removed."""

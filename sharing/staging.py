@@ -47,7 +47,6 @@ from ..surgery.conversion.card import CardFacts, kept_readme, render_card
 from ..surgery.conversion.model_folder import copy_without_paths
 from ..surgery.conversion.report import ConversionReport
 from ..surgery.conversion.writer import INDEX_FILE
-from ..surgery.families.registry import FAMILIES
 from ..surgery.measure.profile import read_profile
 from ..surgery.planning.plan import read_plan
 from .adapter_base import check_base
@@ -187,7 +186,7 @@ def _model_card(
     from ..modeling.bundle import bundle_remote_code, remote_code_keys
 
     checkpoint = open_checkpoint(folder)
-    if checkpoint.layout not in FAMILIES:
+    if checkpoint.layout != "palimpsa_mamba2":
         raise UsageError(
             f"{folder}: is in the layout {checkpoint.layout}; push takes a folder that convert, finetune or merge wrote"
         )

@@ -16,7 +16,6 @@ from ...surgery.checkpoint.sources import is_of_tokenizer, reading
 from ...surgery.conversion.card import kept_readme
 from ...surgery.conversion.export import card_without_surgery
 from ...surgery.conversion.model_folder import output_specs, write_surroundings, write_weights
-from ...surgery.families.registry import FAMILIES
 from .checkpointing import full_tensor, trained_parameters
 from .recipe import Recipe, dump_recipe
 
@@ -68,7 +67,7 @@ def save_tensors(
     """
     asked = DTYPES.get(dtype)
     specs = output_specs(checkpoint, checkpoint.config, asked)
-    own = checkpoint.layout in FAMILIES
+    own = checkpoint.layout == "palimpsa_mamba2"
     with output_folder(out, force=force) as folder:
         if own:
             _carry_along(checkpoint, folder)
