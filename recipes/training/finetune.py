@@ -236,6 +236,8 @@ def assemble(accelerator: Any, checkpoint: Checkpoint, recipe: Recipe, out: Path
     loss = CausalLoss(model, recipe.loss, recipe.precision)
     optimizer = make_optimizer(loss, recipe)
     key = model_key(loss, list(checkpoint.palimpsa_layers))
+    if recipe.mode in ADAPTER_MODES:
+        _ = checkpoint.file_digests  # kept for the end, when the files may be others
     module, optimizer = accelerator.prepare(loss, optimizer)
     run = Training(
         accelerator=accelerator,
