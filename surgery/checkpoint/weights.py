@@ -116,7 +116,7 @@ class WeightsFile(ABC):
         return tensor
 
     def _read_into(self, target: torch.Tensor, offset: int) -> None:
-        """Fills `target` [n], uint8, from the file."""
+        """Fills `target` [n], uint8, from the file, which nobody has written to since it was opened, nor meanwhile."""
         self._refuse_changed()
         view = memoryview(target.numpy())
         while view:  # the system gives at most 2 GiB at a time
@@ -124,6 +124,7 @@ class WeightsFile(ABC):
             if count == 0:
                 raise self._changed("became shorter")
             view, offset = view[count:], offset + count
+        self._refuse_changed()
 
     def _read_at(self, view: memoryview, offset: int) -> int:
         if hasattr(os, "preadv"):  # no position, which threads and forked processes would share
