@@ -22,7 +22,10 @@ from .base.console import counted, human_bytes, human_count, human_seconds, setu
 from .base.errors import EXIT_CHECK_FAILED, EXIT_FAILED, PalimpsaError, UsageError
 
 app = typer.Typer(
-    help="Give a pretrained Mamba2 a better memory: measure, plan, convert, fine-tune, evaluate, share.",
+    help="""Give a pretrained Mamba2 a better memory.
+
+    The stages in order: inspect, measure, plan, convert, finetune, evaluate, push. `palimpsa demo` runs them all in
+    about a minute, on a CPU, with a small model that comes with this package.""",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -30,30 +33,69 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+EMBEDDED = "embedded:mamba2-docs-1m (a small model in this package)"
 Source = Annotated[
-    str, typer.Argument(metavar="SRC", help="A checkpoint's folder, a Hub id, or embedded:mamba2-docs-1m.")
+    str, typer.Argument(metavar="SRC", help=f"The checkpoint to read: a folder, a Hub id, or {EMBEDDED}.")
 ]
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder or a Hub id, source or converted.")]
-OutFolder = Annotated[str, typer.Argument(metavar="OUT", help="The model folder to write.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace an output that exists.")]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
-Data = Annotated[str | None, typer.Option(help="Text: .jsonl, .json, .txt (or .gz), a folder, or a dataset's id.")]
-Tokens = Annotated[int, typer.Option(help="How many tokens of the text to use.")]
-SeqLen = Annotated[int, typer.Option(help="Tokens in a window.")]
-Seed = Annotated[int, typer.Option(help="Of every random choice.")]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help=f"The model, converted or not: a folder, a Hub id, or {EMBEDDED}.")
+]
+OutFolder = Annotated[str, typer.Argument(metavar="OUT", help="The folder to write the model to.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for another program to read.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of the Hub repository (default: main).")]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        help="Text to use: a .jsonl, .json, .txt (each also .gz) or .parquet file, a folder of them, or a dataset on "
+        "the Hub as owner/name:config:split (default: the documentation of SQLite, in this package)."
+    ),
+]
+SeqLen = Annotated[int, typer.Option(help="Length in tokens of the sequences the text is cut into.")]
 Tokenizer = Annotated[str | None, typer.Option(help="Folder or Hub id of a tokenizer (default: the model's own).")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU when there is one.")]
-Layers = Annotated[str | None, typer.Option(help="A count such as 8, or a list such as 4,8,11 (one layer: 8,).")]
-Rule = Annotated[str | None, typer.Option(help="How a count is chosen: window (default), rate, random, ...")]
-Init = Annotated[str | None, typer.Option(help="How the layers start: identity (default), calibrated or paper.")]
-Strength = Annotated[float | None, typer.Option(help="Mean growth of importance; for the calibrated start.")]
-BetaRank = Annotated[int | None, typer.Option(help="Rank of the importance gate.")]
-BetaGroups = Annotated[int | None, typer.Option(help="Importances per head, a divisor of the head size.")]
-ProfileFile = Annotated[
-    str | None, typer.Option(metavar="FILE", help="profile.json of the same checkpoint, to choose by.")
+Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...; auto uses a GPU if there is one.")]
+Layers = Annotated[
+    str | None,
+    typer.Option(
+        help="The layers to swap: how many (8, the default), or which ones, numbered from 0 (4,8,11; just one: 8,)."
+    ),
 ]
-RequireKernels = Annotated[bool, typer.Option("--require-kernels", help="Fail where plain torch would step in.")]
+Rule = Annotated[
+    str | None,
+    typer.Option(
+        help="How to choose when --layers says how many: window (the longest memory; the default), rate (the lowest "
+        "rate of forgetting), strongest (the shortest memory), random, all."
+    ),
+]
+Init = Annotated[
+    str | None,
+    typer.Option(
+        help="How swapped layers start: identity (as the source; the default), calibrated (with importance at work "
+        "from the first token), paper (at random, as in the paper)."
+    ),
+]
+Strength = Annotated[
+    float | None,
+    typer.Option(
+        help="For --init calibrated: how far importance grows on average, as a multiple of its prior (default: 0.1)."
+    ),
+]
+BetaRank = Annotated[
+    int | None, typer.Option(help="Rank of the matrices that compute importance (default: hidden size / 16).")
+]
+BetaGroups = Annotated[
+    int | None,
+    typer.Option(
+        help="How many groups of channels of a head have an importance of their own; it must divide the head size. "
+        "Fewer take less time and memory (default: one per channel, as in the paper)."
+    ),
+]
+ProfileFile = Annotated[
+    str | None, typer.Option(metavar="FILE", help="The profile.json that `palimpsa measure` wrote for this checkpoint.")
+]
+RequireKernels = Annotated[
+    bool, typer.Option("--require-kernels", help="Stop if a layer would run in plain torch for want of a fast kernel.")
+]
 
 
 def verb(function: Callable[..., None]) -> Callable[..., None]:
@@ -73,8 +115,8 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(_report(error, verbose)) from None
 
     options = {
-        "verbose": Annotated[bool, typer.Option("-v", "--verbose", help="Say more; show where an error came from.")],
-        "quiet": Annotated[bool, typer.Option("-q", "--quiet", help="Say nothing but errors and results.")],
+        "verbose": Annotated[bool, typer.Option("-v", "--verbose", help="Show more, and the traceback of an error.")],
+        "quiet": Annotated[bool, typer.Option("-q", "--quiet", help="Show results and errors only.")],
     }
     own = signature(function).parameters.values()
     added = [Parameter(k, Parameter.KEYWORD_ONLY, annotation=kind, default=False) for k, kind in options.items()]
@@ -132,7 +174,7 @@ def _require_kernels(required: bool) -> None:
 
 
 @app.callback(invoke_without_command=True)
-def _options(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def _options(version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False) -> None:
     if version:
         print(f"palimpsa-surgery {__version__}")
         raise typer.Exit
@@ -140,12 +182,17 @@ def _options(version: Annotated[bool, typer.Option("--version", help="Print the 
 
 @verb
 def demo(
-    out: Annotated[str, typer.Option("-o", "--out", metavar="FOLDER", help="The folder to make.")] = "palimpsa-demo",
-    tokens: Annotated[int | None, typer.Option(help="Of text to measure on (16384).")] = None,
-    steps: Annotated[int | None, typer.Option(help="Of fine-tuning (48).")] = None,
+    out: Annotated[
+        str, typer.Option("-o", "--out", metavar="FOLDER", help="The folder to write everything to.")
+    ] = "palimpsa-demo",
+    tokens: Annotated[int | None, typer.Option(help="How many tokens of text to measure on (default: 16384).")] = None,
+    steps: Annotated[int | None, typer.Option(help="How many optimizer steps to fine-tune for (default: 48).")] = None,
     force: Force = False,
 ) -> None:
-    """Run the whole pipeline on a small model that comes with this package."""
+    """Try all stages on a small model, in about a minute.
+
+    Model and text come with this package. Each stage is also printed as the command that does it.
+    """
     from .recipes.demo import PROMPT, DemoOptions, run_demo
 
     result = run_demo(out, options=DemoOptions(**_given(tokens=tokens, steps=steps)), force=force)
@@ -157,7 +204,11 @@ def demo(
 
 @verb
 def inspect(src: Source, revision: Revision = None, json: Json = False) -> None:
-    """Show what a checkpoint is, without running it."""
+    """Show what a checkpoint is, without running it.
+
+    Prints layout, sizes, dtypes, tokenizer, license and fingerprint, and for each layer what its weights alone say
+    about forgetting.
+    """
     from .surgery.checkpoint.checkpoint import open_checkpoint
     from .surgery.measure.inspection import LAYER_HEADERS, inspect_checkpoint
 
@@ -174,13 +225,19 @@ def inspect(src: Source, revision: Revision = None, json: Json = False) -> None:
 def measure(
     src: Source,
     out: Annotated[
-        str, typer.Option("-o", "--out", metavar="FILE", help="The profile; a heat map goes beside it.")
+        str,
+        typer.Option(
+            "-o", "--out", metavar="FILE", help="The profile to write; a heat map (.png) is written beside it."
+        ),
     ] = "profile.json",
     data: Data = None,
-    tokens: Tokens = 65536,
+    tokens: Annotated[int, typer.Option(help="How many tokens of the text to use.")] = 65536,
     seq_len: SeqLen = 2048,
-    seed: Seed = 0,
-    static: Annotated[bool, typer.Option("--static", help="Estimate from the weights alone, without text.")] = False,
+    seed: Annotated[int, typer.Option(help="Which parts of the text are taken.")] = 0,
+    static: Annotated[
+        bool,
+        typer.Option("--static", help="Estimate from the weights alone: quick, needs no text, but only a rough guide."),
+    ] = False,
     device: Device = "auto",
     tokenizer: Tokenizer = None,
     revision: Revision = None,
@@ -188,7 +245,11 @@ def measure(
     force: Force = False,
     json: Json = False,
 ) -> None:
-    """Measure how fast each layer forgets."""
+    """Measure how fast each layer forgets.
+
+    Runs the checkpoint on text and writes profile.json: for each layer and head the rate of forgetting (nats per token)
+    and the window, which is how many tokens a memory lasts.
+    """
     from .base.files import refuse_file_name, refuse_to_replace
     from .surgery.checkpoint.sources import files_read
     from .surgery.measure.forgetting import measure as run
@@ -228,15 +289,19 @@ def plan(
     strength: Strength = None,
     beta_rank: BetaRank = None,
     beta_groups: BetaGroups = None,
-    seed: Seed = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the rule random and of the new layers' random weights.")] = 0,
     out: Annotated[
-        str, typer.Option("-o", "--out", metavar="FILE", help="The plan, to be read and edited.")
+        str, typer.Option("-o", "--out", metavar="FILE", help="The plan to write; read and edit it as you like.")
     ] = "plan.yaml",
     revision: Revision = None,
     force: Force = False,
     json: Json = False,
 ) -> None:
-    """Choose the layers to swap and how they start."""
+    """Choose the layers to swap, and how they start.
+
+    Writes plan.yaml, which `palimpsa convert` carries out, and prints what fine-tuning would take. To choose a number
+    of layers it needs a profile; to take the layers you list it needs none.
+    """
     from .base.files import refuse_file_name, refuse_to_replace
     from .recipes.training.estimate import estimate_rows
     from .surgery.checkpoint.checkpoint import open_checkpoint
@@ -261,8 +326,8 @@ def plan(
         _print_json(made.model_dump(mode="json"))
         return
     print(table([(layer, made.reasons.get(layer, "")) for layer in made.layers], ("layer", "reason")))
-    print(f"\nstart: {made.init}, rank {made.beta_rank}, {counted(made.beta_groups, 'importance')} a head\n")
-    print("estimates for 100 M tokens in bf16, one window of 2,048 tokens at a time:\n")
+    print(f"\nstart: {made.init}, rank {made.beta_rank}, {counted(made.beta_groups, 'importance')} per head\n")
+    print("estimates for 100 M tokens in bf16, one sequence of 2,048 tokens at a time:\n")
     headers = ("fine-tuning", "trained", "memory", "time at 200 TFLOP/s")
     print(table(estimate_rows(checkpoint, made.layers), headers) + f"\n\nwrote {out}")
 
@@ -272,7 +337,8 @@ def convert(
     src: Source,
     out: OutFolder,
     plan: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A plan.yaml; otherwise one is made from the options.")
+        str | None,
+        typer.Option(metavar="FILE", help="The plan.yaml to carry out (default: one is made from the options below)."),
     ] = None,
     layers: Layers = None,
     profile: ProfileFile = None,
@@ -281,19 +347,41 @@ def convert(
     strength: Strength = None,
     beta_rank: BetaRank = None,
     beta_groups: BetaGroups = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 (default: the source's).")] = None,
-    verify: Annotated[str, typer.Option(help="What is compared with the source: auto, logits, layers, none.")] = "auto",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Number format of the weights: float32, bfloat16, float16 (default: the source's)."),
+    ] = None,
+    verify: Annotated[
+        str,
+        typer.Option(
+            help="What is compared with the source: logits (whole models), layers (one swapped layer at a time, in "
+            "less memory), none; auto takes logits if the model fits into memory easily."
+        ),
+    ] = "auto",
     data: Data = None,
-    tokens: Annotated[int | None, typer.Option(help="How many tokens of the text to measure on (16384).")] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens in a window (2048).")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of every random choice (default 0).")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="How many tokens of the text to measure on (default: 16384).")
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(help="Length in tokens of the sequences to measure on (default: 2048).")
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Seed of the parts of the text, the rule random and the new layers' random weights (default: 0)."
+        ),
+    ] = None,
     device: Device = "auto",
     tokenizer: Tokenizer = None,
     revision: Revision = None,
     force: Force = False,
     json: Json = False,
 ) -> None:
-    """Swap layers for Palimpsa-M, prove the result, write a model folder."""
+    """Swap layers, and prove that the model equals its source.
+
+    Writes a model folder that transformers loads, and nothing if the proof fails. With --plan it carries out that plan;
+    otherwise it makes one from the other options, and measures first if the choice of layers or the start needs it.
+    """
     from .surgery.conversion.convert import MeasureOptions
     from .surgery.conversion.convert import convert as run
     from .surgery.planning.plan import parse_layers
@@ -330,17 +418,29 @@ def convert(
 @verb
 def finetune(
     model: Model,
-    recipe: Annotated[str, typer.Option(help="Name of a shipped recipe, or a file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Recipe changes.")] = None,
-    out: Annotated[str, typer.Option("-o", "--out", metavar="FOLDER", help="The run folder.")] = "run",
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run.")] = False,
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="Same numbers twice, or a refusal.")] = False,
+    recipe: Annotated[str, typer.Option(help="A recipe of this package, such as tiny_cpu, or a file of your own.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Changes to the recipe, such as lr=1e-4 data.seq_len=512."),
+    ] = None,
+    out: Annotated[
+        str, typer.Option("-o", "--out", metavar="FOLDER", help="The folder to write to: metrics, checkpoints, model.")
+    ] = "run",
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in that folder from its newest checkpoint.")
+    ] = False,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Give the same numbers every time, or stop if that is impossible.")
+    ] = False,
     require_kernels: RequireKernels = False,
     revision: Revision = None,
     force: Force = False,
     json: Json = False,
 ) -> None:
-    """Fine-tune a model by a recipe."""
+    """Fine-tune a model by a recipe.
+
+    A recipe is a YAML file; KEY=VALUE changes one of its keys. The finished model is in the folder final/ of the run.
+    """
     from .recipes.training.finetune import finetune as run
 
     switches = {"deterministic": deterministic, "require_kernels": require_kernels}
@@ -361,27 +461,55 @@ def finetune(
 @verb
 def evaluate(
     model: Model,
-    against: Annotated[str | None, typer.Option(help="Another model, for differences on the same questions.")] = None,
-    suite: Annotated[str | None, typer.Option(help="Some of loss,positions,recall,needle,speed,importance.")] = None,
-    lm_eval: Annotated[str | None, typer.Option(help="Tasks of lm-evaluation-harness, with commas.")] = None,
-    lm_eval_limit: Annotated[int | None, typer.Option(help="Questions of each task at most.")] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="A second model, to compare with on the same text and the same questions."),
+    ] = None,
+    suite: Annotated[
+        str | None,
+        typer.Option(
+            help="What to measure, separated by commas: loss, positions, recall, needle, speed, importance (default: "
+            "all of them, or none with --lm-eval)."
+        ),
+    ] = None,
+    lm_eval: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TASKS", help="Tasks of lm-evaluation-harness (names or .yaml files), separated by commas."
+        ),
+    ] = None,
+    lm_eval_limit: Annotated[
+        int | None, typer.Option(help="Take only the first N questions of each of these tasks.")
+    ] = None,
     out: Annotated[
-        str, typer.Option("-o", "--out", metavar="FILE", help="The report; pictures go beside it.")
+        str, typer.Option("-o", "--out", metavar="FILE", help="The report to write; plots are written beside it.")
     ] = "eval.json",
     data: Data = None,
-    lengths: Annotated[str, typer.Option(help="Tokens of a sequence, with commas.")] = "512,2048",
-    tokens: Annotated[int, typer.Option(help="Of text at each length.")] = 16384,
-    trials: Annotated[int, typer.Option(help="Sequences for each setting of a probe.")] = 4,
-    seed: Seed = 0,
+    lengths: Annotated[str, typer.Option(help="Lengths of the sequences in tokens, separated by commas.")] = "512,2048",
+    tokens: Annotated[int, typer.Option(help="How many tokens of the text to use at each length.")] = 16384,
+    trials: Annotated[
+        int, typer.Option(help="How many sequences recall and needle try in each of their settings.")
+    ] = 4,
+    seed: Annotated[int, typer.Option(help="Which parts of the text are taken, and which questions are asked.")] = 0,
     device: Device = "auto",
-    dtype: Annotated[str | None, typer.Option(help="Of the weights: float32, bfloat16, float16 or float64.")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Number format to run in: float32, bfloat16, float16, float64 (default: float32 on a CPU, on a GPU "
+            "that of the stored weights)."
+        ),
+    ] = None,
     tokenizer: Tokenizer = None,
     revision: Revision = None,
     require_kernels: RequireKernels = False,
     force: Force = False,
     json: Json = False,
 ) -> None:
-    """Measure what a model is worth, beside another one."""
+    """Measure loss, recall and speed, and compare two models.
+
+    Prints a table and writes eval.json with plots. For figures that count, give --data text that neither model was
+    trained on.
+    """
     from .base.text import parse_numbers
     from .recipes.evaluation.evaluate import UnwrittenReportError
     from .recipes.evaluation.evaluate import evaluate as run
@@ -427,19 +555,22 @@ def _print_evaluation(report: Any, json: bool, out: str | None) -> None:
 def generate(
     model: Model,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue.")],
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to add at most.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(help="How many tokens to add at most.")] = 64,
     temperature: Annotated[
         float | None,
-        typer.Option(help="0 takes the most likely token; above, samples (default: by the generation config)."),
+        typer.Option(
+            help="0 always takes the likeliest token; the higher, the more random (default: as the model's "
+            "generation_config.json says)."
+        ),
     ] = None,
-    seed: Seed = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random choice of tokens.")] = 0,
     device: Device = "auto",
     tokenizer: Tokenizer = None,
     revision: Revision = None,
     require_kernels: RequireKernels = False,
     json: Json = False,
 ) -> None:
-    """Continue a text."""
+    """Continue a text with a model."""
     from .recipes.evaluation.generation import generate as run
 
     _require_kernels(require_kernels)
@@ -461,13 +592,28 @@ def generate(
 
 @verb
 def merge(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A lora or qlora run, or its adapter folder.")],
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="The folder of a run in mode lora or qlora, or of its adapter alone.")
+    ],
     out: OutFolder,
-    base: Annotated[str | None, typer.Option(help="The model that was trained, when it is not on the Hub.")] = None,
-    dtype: Annotated[str, typer.Option(help="Of the matrices: source, float32, bfloat16, float16.")] = "source",
+    base: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="The model that the adapter was trained on: a folder or a Hub id (default: the one on the Hub that "
+            "the adapter names).",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Number format of the matrices: source (the base's), float32, bfloat16, float16.")
+    ] = "source",
     force: Force = False,
 ) -> None:
-    """Merge an adapter and its base into one model folder."""
+    """Merge an adapter into the model it was trained on.
+
+    The folder final/ of a run holds the merged model already; this is for an adapter that was kept alone, or for
+    another number format.
+    """
     from .recipes.training.adapters import merge as write
 
     _print_wrote(write(run, out, base=base, dtype=dtype, force=force))
@@ -477,12 +623,19 @@ def merge(
 def export(
     model: Model,
     out: OutFolder,
-    layout: Annotated[str, typer.Option(help="mamba_ssm, or palimpsa_mamba2.")] = "mamba_ssm",
-    off: Annotated[bool, typer.Option("--off", help="Leave the importance of swapped layers out.")] = False,
+    layout: Annotated[
+        str, typer.Option(help="mamba_ssm, for programs that read that; palimpsa_mamba2, for transformers and push.")
+    ] = "mamba_ssm",
+    off: Annotated[
+        bool, typer.Option("--off", help="Leave importance out: swapped layers become plain Mamba2 layers.")
+    ] = False,
     revision: Revision = None,
     force: Force = False,
 ) -> None:
-    """Write a model as it is in another layout."""
+    """Write a model in another layout.
+
+    Swapped layers exist only in the layout palimpsa_mamba2; in mamba_ssm's they need --off.
+    """
     from .surgery.conversion.export import export as write
 
     _print_wrote(write(model, out, layout=layout, off=off, force=force, revision=revision))
@@ -490,18 +643,32 @@ def export(
 
 @verb
 def push(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder or an adapter folder.")],
-    repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="owner/name on the Hub.")],
-    public: Annotated[bool, typer.Option("--public", help="Make a new repository public; it is private else.")] = False,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The folder of a model or of an adapter.")],
+    repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="The repository on the Hub, as owner/name.")],
+    public: Annotated[
+        bool, typer.Option("--public", help="Make a new repository public (default: it is private).")
+    ] = False,
     to_folder: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Write what would be uploaded there, upload nothing.")
+        str | None, typer.Option(metavar="FOLDER", help="Write what would be uploaded to a folder; upload nothing.")
     ] = None,
-    evaluation: Annotated[str | None, typer.Option("--eval", metavar="FILE", help="eval.json for the card.")] = None,
-    base: Annotated[str | None, typer.Option(help="Hub id of an adapter's base.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace another model, or a folder that exists.")] = False,
+    evaluation: Annotated[
+        str | None,
+        typer.Option(
+            "--eval", metavar="FILE", help="The eval.json to show on the card (default: the one in the model's folder)."
+        ),
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(metavar="REPO_ID", help="For an adapter: the Hub id of the model it was trained on.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace another model in the repository, or the folder if it exists.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Share a model on the Hub, with its code and its card."""
+    """Share a model on the Hub, with its code and card.
+
+    Anybody can load it with transformers, without this package. Needs a token with write access (`hf auth login`).
+    """
     from .sharing.hub import push as run
     from .sharing.hub import push_to_folder
 
@@ -517,7 +684,11 @@ def push(
 
 @verb
 def doctor(device: Device = "auto", require_kernels: RequireKernels = False, json: Json = False) -> None:
-    """Show what is installed and check the kernels on this machine."""
+    """Show what is installed, and check the kernels here.
+
+    Lists the kernel that each kind of layer runs on and why the others do not, and compares every kernel that works
+    here with a reference in fp64.
+    """
     from .doctor import diagnose
 
     _require_kernels(require_kernels)

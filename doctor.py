@@ -115,7 +115,7 @@ def diagnose(device: str | torch.device = "cpu", watch: Callable[[Diagnosis], No
             compiled for a minute or two.
     """
     device = torch.device(device)
-    # The sizes of the published models: heads of 64, state 128, one beta a channel.
+    # The sizes of the published models: heads of 64, state 128, one beta per channel.
     backends = (
         *(_chosen("swapped layers", METAPLASTIC_SCAN, device, ScanProblem(d, 64, 128, 64)) for d in _dtypes(device)),
         *(_chosen("plain layers", MAMBA2_SCAN, device, SsdProblem(d)) for d in _dtypes(device)),

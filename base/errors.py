@@ -36,7 +36,7 @@ class OutputError(PalimpsaError):
 
 
 class DataError(PalimpsaError):
-    """Text cannot be read or tokenised."""
+    """Text cannot be read or tokenized."""
 
 
 class VerificationError(PalimpsaError):

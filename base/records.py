@@ -69,7 +69,7 @@ def looks_like_path(data: str | Path) -> bool:
 def data_files(folder: Path, suffixes: tuple[str, ...] = TEXT_SUFFIXES) -> list[Path]:
     """The files of a folder that are read, in order; what is left out is said, once in a process.
 
-    Hidden ones, those of another kind, and a licence or readme are left out.
+    Hidden ones, those of another kind, and a license or readme are left out.
     """
 
     def refuse(error: OSError) -> None:

@@ -1,4 +1,4 @@
-"""Text for measuring, training and evaluating: read, tokenised, cut into windows, always in the same way.
+"""Text for measuring, training and evaluating: read, tokenized, cut into windows, always in the same way.
 
 Documents are read in the order of the files, shuffled with a seed, joined and cut into windows of equal length. Each
 begins with what the tokenizer itself puts at the start of a text, and ends with its end-of-text token. The result
@@ -28,7 +28,7 @@ _MOST_DIGITS = 18
 _POOL_CHARACTERS = 64 << 20
 """Of a larger text only the first 64 Mi characters are shuffled: a window needs no more, and memory has an end."""
 PIECE_CHARACTERS = 1 << 20
-"""A longer document is tokenised in pieces, so that memory has an end."""
+"""A longer document is tokenized in pieces, so that memory has an end."""
 
 
 def embedded_checkpoint_path() -> Path:
@@ -124,7 +124,7 @@ def tokenize_documents(
     Args:
         documents: the texts.
         tokenizer: of the model.
-        limit: a document longer than one piece is not tokenised beyond so many tokens.
+        limit: a document longer than one piece is not tokenized beyond so many tokens.
         options: of the tokenizer's call.
     """
     opening = opening_ids(tokenizer)
@@ -168,7 +168,7 @@ def token_windows(
         data: as for `iter_documents`.
         tokenizer: of the model.
         tokens: how many to take in all, at least `seq_len`; rounded down to whole windows.
-        seq_len: tokens a window.
+        seq_len: tokens per window.
         seed: of the order of the documents.
         vocab_size: rows of the model's embedding; an id outside them is an error.
         spread: the windows are taken at equal distances from so many times as much text (or what there is of it), so

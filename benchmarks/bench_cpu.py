@@ -41,7 +41,7 @@ def best_of_turns(variants: dict[str, Callable[[], object]], turns: int) -> dict
 
 
 def scan_rows(layer: str, sizes: dict[str, int], g: int, turns: int) -> list[dict]:
-    """Nanoseconds an element-step (a channel's key, a token) of one sequence, forward and with the backward pass."""
+    """Nanoseconds per element-step (a channel's key, a token) of one sequence, forward and with the backward pass."""
     inputs, _, _ = make_inputs(1, LENGTH, **sizes, g=g, dtype=torch.float32, device="cpu")
     leaves = [x.requires_grad_() for x in inputs.values()]
     d_output = torch.randn_like(inputs["v"])

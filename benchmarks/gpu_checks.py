@@ -7,7 +7,7 @@
     fp32        inputs in fp32 against fp64: output and every gradient, at the full shape
     long        one sequence of 128k tokens equals the run split in two with carried states, forward and backward
     first-step  seconds of a model's first step with an empty cache of compiled kernels
-    one-beta    one beta a head against mamba-ssm's scan of plain Mamba2, in the same run
+    one-beta    one beta per head against mamba-ssm's scan of plain Mamba2, in the same run
     sanitizer   compute-sanitizer's memcheck, racecheck, synccheck and initcheck, side by side, over every kernel
 
 A check that cannot run says why in its row. Writes OUT.csv and OUT.md; ends with 1 when a limit is not kept.
@@ -70,7 +70,7 @@ def shapes_of(toy: bool) -> tuple[dict, list[dict]]:
 
 
 def one_head_pair(inputs: dict, d_output: torch.Tensor, groups: int) -> tuple[dict, torch.Tensor]:
-    """The problem of two neighbouring heads of the last row, alone and in fp64, for an oracle that is a slow loop."""
+    """The problem of two neighboring heads of the last row, alone and in fp64, for an oracle that is a slow loop."""
     heads = d_output.shape[2]
     first = heads - heads // groups  # the first head of the last group
     part = {name: x[-1:, :, -1:] for name, x in inputs.items() if name in ("q", "k")}
@@ -275,7 +275,7 @@ def run_under(tool: str, device: str) -> Row:
         return {**row, "ok": "not run", "note": "compute-sanitizer is not on the PATH"}
     command = [program, "--tool", tool, "--print-limit", "2000", "--show-backtrace", "no"]
     command += [sys.executable, __file__, "--small-run", device]
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # or neighbours hide writes beyond an end
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # or neighbors hide writes beyond an end
     limit = {"env": environment, "capture_output": True, "text": True, "timeout": SANITIZER_SECONDS}
     start = time.monotonic()
     try:

@@ -80,7 +80,7 @@ def run_mode(model: Path, recipe: Recipe, out: Path) -> None:
 
 
 def losses_of(folders: dict[str, str | Path], recipe: Recipe, out: Path) -> dict[str, LossResult]:
-    """The loss of each model on the validation windows of the recipe: the same ones for all; the first tokenises."""
+    """The loss of each model on the validation windows of the recipe: the same ones for all; the first tokenizes."""
     accelerator = make_accelerator(recipe, out)
     results, windows = {}, None
     for name, folder in folders.items():
@@ -133,9 +133,9 @@ def report(
     start, source = losses["start"], losses.get("source")
     before = f" The start lies {signed(source, start)} from its source." if source else ""
     return (
-        f"{facts['device']}, {facts['date']}, commit {facts['commit']}, torch {facts['torch']}. Losses in nats a token"
-        f" over {start.windows} windows of {start.seq_len} held-out tokens; ± is one bootstrap standard error; the"
-        f" paired difference takes the same windows of both models.{before}\n\n"
+        f"{facts['device']}, {facts['date']}, commit {facts['commit']}, torch {facts['torch']}. Losses in nats per"
+        f" token over {start.windows} windows of {start.seq_len} held-out tokens; ± is one bootstrap standard error;"
+        f" the paired difference takes the same windows of both models.{before}\n\n"
         f"    {facts['command']}\n\n{markdown_table(rows)}"
     )
 
@@ -148,7 +148,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--recipe", default="tiny_cpu")
     parser.add_argument("--layers", type=int, help="convert first: how many layers to swap")
     parser.add_argument("--init", default="identity", help="of the conversion")
-    parser.add_argument("--beta-groups", type=int, help="of the conversion; 1 is one beta a head")
+    parser.add_argument("--beta-groups", type=int, help="of the conversion; 1 is one beta per head")
     parser.add_argument("--title", default="")
     parser.add_argument("--commit", help="to note where git is not there")
     return parser.parse_intermixed_args(argv)

@@ -49,8 +49,8 @@ def draw(runs: list[Path], output: Path, title: str) -> None:
             capsize=2,
             label=folder.name,
         )
-    left.set(xlabel="step", ylabel="training loss, nats a token (smoothed)")
-    right.set(xlabel="step", ylabel="validation loss, nats a token")
+    left.set(xlabel="step", ylabel="training loss, nats per token (smoothed)")
+    right.set(xlabel="step", ylabel="validation loss, nats per token")
     _finish(figure, right, output, title)
 
 
@@ -71,12 +71,12 @@ def draw_changes(runs: list[Path], reference: str, output: Path, title: str, err
         steps = [x["step"] for x in validation]
         right.errorbar(steps, changes, yerr=bars, marker="o", ms=4, capsize=3, label=folder.name)
     left.set(xlabel="step", ylabel=f"training loss less that of {reference}, nats (smoothed)")
-    right.set(xlabel="step", ylabel="change of validation loss, nats a token")
+    right.set(xlabel="step", ylabel="change of validation loss, nats per token")
     _finish(figure, right, output, title)
 
 
-def _finish(figure: plt.Figure, labelled: plt.Axes, output: Path, title: str) -> None:
-    labelled.legend(frameon=False)
+def _finish(figure: plt.Figure, labeled: plt.Axes, output: Path, title: str) -> None:
+    labeled.legend(frameon=False)
     figure.suptitle(title)
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=130)

@@ -120,7 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="mamba2_2.7b")
     parser.add_argument("--swap", type=int, default=8)
-    parser.add_argument("--beta-groups", type=int, default=None, help="1 is one beta a head; default one a channel")
+    parser.add_argument("--beta-groups", type=int, default=None, help="1 is one beta per head; default one per channel")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--warmup", type=int, default=3)

@@ -53,7 +53,7 @@ def sequence_layout(
         shape: (B, T) of the piece at hand.
         attention_mask: [B, S] with S >= T, not 0 for real tokens; the last T columns belong to this piece.
         position_ids: [B, T] or [1, T].
-        seq_idx: [B, T], a number a document; a document is a run of equal numbers.
+        seq_idx: [B, T], a number per document; a document is a run of equal numbers.
         cu_seqlens: [S + 1], starts of the documents in a batch of one row, and the end.
 
     Raises:

@@ -32,7 +32,7 @@ class Metaplasticity(KeepFp32Mixin, nn.Module):
     - "softplus": f(s) = log(1 + e^s), the paper's. Its gradient vanishes with beta itself: at the s that makes a
       start exact, Adam's eps eats it.
     - "abs": f(s) = |s|. It can be as small as one likes, its slope is one everywhere but at zero itself, and it is
-      never negative, so that the importance I = I_prior + J stays at least I_prior whatever an optimiser does to s.
+      never negative, so that the importance I = I_prior + J stays at least I_prior whatever an optimizer does to s.
 
     log_prior is clamped to +-20 where it is used, so that I_prior is finite and above zero for the same reason.
     `beta_scale` and `log_prior` stay in fp32 when the model is cast to a shorter type.
@@ -54,12 +54,12 @@ class Metaplasticity(KeepFp32Mixin, nn.Module):
         self.plasticity_enabled = True
 
     def scale(self) -> Tensor:
-        """f(s), one number a head, [H], never negative."""
+        """f(s), one number per head, [H], never negative."""
         value = self.beta_scale.to(compute_dtype(self.beta_scale))
         return value.abs() if self.spec.scale_form == "abs" else nn.functional.softplus(value)
 
     def prior(self) -> Tensor:
-        """I_prior, one number a head, [H], finite and above zero."""
+        """I_prior, one number per head, [H], finite and above zero."""
         value = self.log_prior.to(compute_dtype(self.log_prior))
         return value.clamp(-LOG_PRIOR_LIMIT, LOG_PRIOR_LIMIT).exp()
 

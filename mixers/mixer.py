@@ -75,7 +75,7 @@ class GatedRMSNorm(nn.Module):
 
     Args:
         channels: H P.
-        group_size: channels a group, H P / G.
+        group_size: channels per group, H P / G.
         eps: added to the mean square.
     """
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 class KeepFp32Mixin(nn.Module):
     """Keeps the parameters named in `keep_fp32` in fp32 through `.to(bfloat16)`, `.half()` and the like.
 
-    A decay exp(-A d) over thousands of tokens amplifies the rounding of A_log; these tensors are a few numbers a head
+    A decay exp(-A d) over thousands of tokens amplifies the rounding of A_log; these tensors are a few numbers per head
     and cost nothing. `.double()` converts them too, so that a model can be its own fp64 oracle. Loading keeps them in
     fp32 by `_keep_in_fp32_modules_strict` of the model class.
     """

@@ -59,7 +59,7 @@ class DemoOptions:
         tokens: measured, in windows of `seq_len`.
         seq_len: also of training and of the losses.
         steps: of fine-tuning.
-        batch_size: windows a step.
+        batch_size: windows per step.
         loss_tokens: of held-out text.
         new_tokens: to generate.
     """
@@ -272,7 +272,7 @@ equal its source (`converted/surgery_report.json`), then fine-tuned for {counted
 
 ![forgetting](profile.png)
 
-## Loss on held-out text (nats a token, bootstrap error over windows)
+## Loss on held-out text (nats per token, bootstrap error over windows)
 
 ```
 {losses}

@@ -25,7 +25,7 @@ def plot_losses(history: Sequence[dict], gains: Mapping[str, tuple[float, float]
     steps, losses = zip(*[(x["step"], x["loss"]) for x in history if x["kind"] == "validation"], strict=True)
     left.axhline(losses[0], color="#444444", linestyle="--", linewidth=1.0, label="source")
     left.plot(steps, losses, color="#1f77b4", marker="o", markersize=4, linewidth=1.4, label="fine-tuned")
-    left.set(xlabel="step", ylabel="nats a token")
+    left.set(xlabel="step", ylabel="nats per token")
     left.set_title("loss on held-out text during fine-tuning", fontsize=9)
     left.legend(fontsize=8, frameon=False)
     values, errors = zip(*gains.values(), strict=True)

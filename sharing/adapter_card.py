@@ -26,7 +26,7 @@ def render_adapter_card(
         base: Hub id of its base.
         swapped: the base's Palimpsa-M layers.
         config: content of `adapter_config.json`.
-        metadata: of a card that is there already; its licence is kept. The base's own card has the base's.
+        metadata: of a card that is there already; its license is kept. The base's own card has the base's.
         training: lines on how it was trained.
         evaluation: figures, if there are any.
     """
@@ -62,7 +62,7 @@ def render_adapter_card(
         parts += ["## Training", "", *(f"- {line}" for line in training), ""]
     if evaluation is not None:
         parts += ["## Evaluation", "", evaluation.table(), ""]
-    parts += ["## Use", "", _usage(name, base), "", "## Licence", "", f"That of `{base}` applies.", ""]
+    parts += ["## Use", "", _usage(name, base), "", "## License", "", f"That of `{base}` applies.", ""]
     return "\n".join(parts)
 
 

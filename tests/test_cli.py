@@ -14,6 +14,10 @@ import typer
 from palimpsa_surgery import cli
 from palimpsa_surgery.base.errors import CheckpointError
 from palimpsa_surgery.base.text import embedded_checkpoint_path
+from palimpsa_surgery.recipes.evaluation.suites.suite import SUITES
+from palimpsa_surgery.surgery.conversion.initialization import STARTS
+from palimpsa_surgery.surgery.conversion.verify import MODES
+from palimpsa_surgery.surgery.planning.strategies import RULES
 from typer.testing import CliRunner
 
 SOURCE = str(embedded_checkpoint_path())
@@ -251,7 +255,7 @@ def test_plan_says_why(work, tmp_path):
     assert json.loads(made)["layers"] == [5]
 
 
-def test_a_misspelt_key_of_a_plan_names_the_file_and_the_right_key(work, tmp_path):
+def test_a_misspelled_key_of_a_plan_names_the_file_and_the_right_key(work, tmp_path):
     bad = tmp_path / "bad.yaml"
     bad.write_text((work / "plan.yaml").read_text().replace("beta_rank:", "beta_rnk:"))
     result = invoke("convert", SOURCE, tmp_path / "out", "--plan", bad, "-q", code=1)
@@ -376,15 +380,31 @@ def test_stderr_stays_empty_when_quiet_and_stdout_is_json_alone(tmp_path):
     assert json.loads(result.stdout)["source"] == "mamba2-docs-1m"
 
 
+def _row(option) -> str:
+    """An option as `docs/cli.md` lists it."""
+    default = "required" if option.required else option.default
+    shown = "" if default in (None, False) else default if option.required else f"`{default}`"
+    return f"| `{', '.join(sorted(option.opts, key=len))}` | {shown} | {option.help} |"
+
+
 @pytest.mark.parametrize("verb", VERBS)
-def test_the_page_lists_every_option(verb):
+def test_the_page_has_every_option_as_the_help_has_it(verb):
     page = (Path(__file__).resolve().parent.parent / "docs" / "cli.md").read_text(encoding="utf-8")
     section = re.search(rf"^## palimpsa {verb}\b.*?(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
     assert section, f"docs/cli.md does not have {verb}"
-    for parameter in typer.main.get_command(cli.app).commands[verb].params:
-        if parameter.param_type_name == "option" and parameter.name not in ("verbose", "quiet"):
-            listed = f"`{', '.join(sorted(parameter.opts, key=len))}`"
-            assert listed in section.group(), f"{verb}: {listed}"
+    options = [p for p in typer.main.get_command(cli.app).commands[verb].params if p.param_type_name == "option"]
+    rows = [_row(option) for option in options if option.name not in ("verbose", "quiet")]
+    assert re.findall(r"^\| `-.*", section.group(), re.MULTILINE) == rows
+
+
+@pytest.mark.parametrize(
+    ("verb", "option", "names"),
+    [("plan", "rule", RULES), ("plan", "init", STARTS), ("convert", "verify", MODES), ("evaluate", "suite", SUITES)],
+)
+def test_the_help_of_an_option_has_every_name_that_it_takes(verb, option, names):
+    parameters = typer.main.get_command(cli.app).commands[verb].params
+    text = next(parameter.help for parameter in parameters if parameter.name == option)
+    assert not [name for name in names if not re.search(rf"\b{name}\b", text)]
 
 
 @pytest.mark.parametrize(("before", "after"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])

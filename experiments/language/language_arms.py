@@ -78,7 +78,7 @@ class Preset:
         seq_len, batch_size, micro_batch_size: of training.
         lrs: candidates, tried alike for control and main arm with the first seed.
         lr_new: of what surgery added, times the variant's `lr_new_times`.
-        beta_groups: importance gates a head; None for one per channel.
+        beta_groups: importance gates per head; None for one per channel.
         seeds: of control and main arm; the other arms take the first.
         eval_length, eval_tokens: windows of held-out text for the losses by position, and how much of it.
         dev_windows: of `seq_len` tokens, which choose the learning rate.
@@ -115,13 +115,13 @@ class Preset:
     changes: dict[str, Any] = field(default_factory=dict)
 
     def steps(self, text_tokens: int) -> int:
-        """Optimiser steps: as many whole batches as `tokens` (or the training text of `text_tokens`) fill."""
+        """Optimizer steps: as many whole batches as `tokens` (or the training text of `text_tokens`) fill."""
         return max(1, (self.tokens or text_tokens) // (self.seq_len * self.batch_size))
 
 
 PRESETS: dict[str, Preset] = {
     "gpu": Preset(
-        note="mamba2-docs-25m on one data-centre GPU, 8 layers swapped, one importance per channel",
+        note="mamba2-docs-25m on one data-center GPU, 8 layers swapped, one importance per channel",
         recipe="docs_25m",
         layers=8,
         tokens=None,

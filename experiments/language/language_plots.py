@@ -10,7 +10,7 @@ from language_arms import CONTROL, MAIN
 from language_board import Board
 from language_results import LOSS, ArmResult, change, change_over_seeds
 from matplotlib.figure import Figure
-from palimpsa_surgery.recipes.evaluation.suites.plots import GREY, INK
+from palimpsa_surgery.recipes.evaluation.suites.plots import GRAY, INK
 
 MOST_HISTORIES = 4
 LOG_FROM = 10
@@ -34,19 +34,19 @@ def draw_arms(board: Board, path: Path) -> None:
         single = [1000 * change(one, control, low, high).value for one, control in board.pairs]
         if over_seeds is not None:
             spread = float(np.std(single, ddof=1))
-            axes.axvspan(-2 * spread, 2 * spread, color=GREY, alpha=0.15, linewidth=0)
+            axes.axvspan(-2 * spread, 2 * spread, color=GRAY, alpha=0.15, linewidth=0)
         figures = [change(result, board.control, low, high) for result in board.compared]
         places = range(len(figures))[::-1]
         errors = [1000 * (figure.error or 0.0) for figure in figures]
         axes.errorbar([1000 * f.value for f in figures], places, xerr=errors, fmt="o", color="#d62728", capsize=3)
         axes.plot(single[1:], [places[0]] * len(single[1:]), "|", color=INK, markersize=11)
-        axes.axvline(0, color=GREY, linewidth=0.8)
+        axes.axvline(0, color=GRAY, linewidth=0.8)
         axes.set_yticks(list(places), [result.variant for result in board.compared])
         axes.set_ylim(-0.6, len(figures) - 0.4)
         axes.set_xlabel("loss less the control's (thousandths of a nat a token)", color=INK)
         axes.set_title(name, fontsize=9, color=INK)
     panels[1].tick_params(labelleft=False)
-    _save(figure, path, "First seed, one bootstrap error; bars: other seeds; grey: two standard deviations over seeds")
+    _save(figure, path, "First seed, one bootstrap error; bars: other seeds; gray: two standard deviations over seeds")
 
 
 def draw_positions(board: Board, path: Path) -> None:
@@ -56,7 +56,7 @@ def draw_positions(board: Board, path: Path) -> None:
     middle = [(row.at["from"] * row.at["to"]) ** 0.5 for row in rows]
     for one, control in board.pairs:
         values = [change(one, control, row.at["from"], row.at["to"] + 1).value for row in rows]
-        axes.plot(middle, values, color=GREY, linewidth=0.9, marker=".", label=f"seed {one.seed}")
+        axes.plot(middle, values, color=GRAY, linewidth=0.9, marker=".", label=f"seed {one.seed}")
     means = [change_over_seeds(board.pairs, row.at["from"], row.at["to"] + 1)[0] for row in rows]
     values, errors = (np.array([x if x is not None else 0.0 for x in column]) for column in zip(*means, strict=True))
     axes.plot(middle, values, color="#d62728", linewidth=1.8, marker="o", markersize=4, label="mean over seeds")
@@ -67,7 +67,7 @@ def draw_positions(board: Board, path: Path) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else "")
     axes.set_xlabel("tokens before the target", color=INK)
-    axes.set_ylabel(f"{MAIN} - {CONTROL} (nats a token)", color=INK)
+    axes.set_ylabel(f"{MAIN} - {CONTROL} (nats per token)", color=INK)
     axes.legend(fontsize=8, frameon=False)
     _save(figure, path, "Loss by position, difference to the control")
 
@@ -100,16 +100,16 @@ def draw_windows(board: Board, path: Path) -> None:
     """Mean window of each layer of the source, and after training with and without surgery."""
     main = board.get(MAIN)
     arms: Sequence[tuple[str, ArmResult | None, str]] = (
-        ("source", board.source, GREY),
+        ("source", board.source, GRAY),
         (CONTROL, board.control, "#1f77b4"),
         (f"{MAIN} (swapped: {', '.join(str(layer) for layer in main.palimpsa_layers)})", main, "#d62728"),
     )
-    shown = [(name, arm, colour) for name, arm, colour in arms if arm is not None]
+    shown = [(name, arm, color) for name, arm, color in arms if arm is not None]
     figure, (axes,) = _figure(1, (7.5, 3.6))
-    for index, (name, arm, colour) in enumerate(shown):
+    for index, (name, arm, color) in enumerate(shown):
         means = [float(np.mean(heads)) for heads in arm.windows]
         places = np.arange(len(means)) + (index - (len(shown) - 1) / 2) * 0.27
-        axes.bar(places, means, width=0.25, color=colour, label=name)
+        axes.bar(places, means, width=0.25, color=color, label=name)
     axes.set_xticks(range(len(means)))
     axes.set_xlabel("layer", color=INK)
     axes.set_ylabel("mean window (tokens)", color=INK)

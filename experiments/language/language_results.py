@@ -64,7 +64,7 @@ class ArmResult(StrictModel):
         dev: (step, loss, standard error) on the text that chooses the learning rate.
         rows: losses by position, probes, importance.
         importance: by logged step, layer to metaplasticity ratio, mean importance and spread between heads.
-        windows, rates: per layer and head, in tokens and nats a token, after training.
+        windows, rates: per layer and head, in tokens and nats per token, after training.
         gates: by layer, after training.
     """
 

@@ -26,7 +26,7 @@ class Setting:
         test: tasks of the table.
         lrs: learning rates from scratch, each tried with every arm at the first seed; the best of an arm gets them all.
         seeds: of weights and training sequences.
-        steps: optimiser steps from scratch.
+        steps: optimizer steps from scratch.
         step_tokens: tokens of a step, whatever the task.
         test_rows: sequences of each test task.
         validation_rows: sequences of each training task, for choosing the learning rate and for curves.

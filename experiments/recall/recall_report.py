@@ -116,7 +116,7 @@ def _lr_table(runs: Sequence[Run], chosen: dict[str, list[Run]]) -> str:
             mark = "chosen" if lr == best[0]["lr"] else ""
             rows.append([arm, f"{lr:g}", len(own), *map(_text, figures), _half_way(own), f"{speed:.0f}", mark])
     heads = ["arm", "learning rate", "seeds", "validation before, %", "after, %", "test mean, %"]
-    heads += [f"steps to {100 * HALF:.0f} % validation", "ms a step", ""]
+    heads += [f"steps to {100 * HALF:.0f} % validation", "ms per step", ""]
     return _markdown(heads, rows)
 
 
@@ -191,9 +191,9 @@ def _draw_accuracy(chosen: dict[str, list[Run]], experiment: str, out: Path) -> 
         by_pairs.setdefault(task.split("/")[1], []).append(task)
     for dash, (pairs, tasks) in enumerate(by_pairs.items()):
         lengths = [int(task.split("/")[0]) for task in tasks]
-        for colour, (arm, runs) in enumerate(chosen.items()):
+        for color, (arm, runs) in enumerate(chosen.items()):
             figures = [over_seeds([run["test"][task]["accuracy"] for run in runs]) for task in tasks]
-            lines.append(Line.of(f"{arm}, {pairs} pairs", lengths, figures)._replace(colour=1 - colour, dash=dash))
+            lines.append(Line.of(f"{arm}, {pairs} pairs", lengths, figures)._replace(color=1 - color, dash=dash))
         if len(chosen) == 2:
             gaps = [_differences(chosen, lambda run, task=task: run["test"][task]["accuracy"])[0] for task in tasks]
             differences.append(Line.of(f"{pairs} pairs", lengths, gaps)._replace(dash=dash))
@@ -211,11 +211,11 @@ def _draw_accuracy(chosen: dict[str, list[Run]], experiment: str, out: Path) -> 
 
 def _draw_learning(chosen: dict[str, list[Run]], experiment: str, out: Path) -> None:
     lines = []
-    for colour, (arm, runs) in enumerate(chosen.items()):
+    for color, (arm, runs) in enumerate(chosen.items()):
         steps = [record["step"] for record in runs[0]["records"]]
         figures = [over_seeds([validation(run, index) for run in runs]) for index in range(len(steps))]
         label = f"{arm}, learning rate {runs[0]['lr']:g}"
-        lines.append(Line.of(label, steps, figures)._replace(colour=1 - colour, dash=colour))
+        lines.append(Line.of(label, steps, figures)._replace(color=1 - color, dash=color))
     path, title = out / f"{experiment}-learning.png", "Validation accuracy in training, mean over tasks and seeds"
     draw_lines(path, lines, title=title, x="step", y="accuracy", y_limits=(-0.03, 1.03))
 
@@ -228,7 +228,7 @@ def _draw_importance(chosen: dict[str, list[Run]], experiment: str, out: Path) -
             steps = [record["step"] for record in runs[0]["records"]]
             ratios = [[run["records"][i]["importance"][layer]["ratio"] for run in runs] for i in range(len(steps))]
             line = Line.of(f"layer {layer}", steps, [over_seeds(values) for values in ratios])
-            lines.append(line._replace(colour=number, dash=number))
+            lines.append(line._replace(color=number, dash=number))
     if lines:
         title = "Metaplasticity ratio (95th over 5th percentile of a head's importance), mean over heads and seeds"
         draw_lines(out / f"{experiment}-importance.png", lines, title=title, x="step", y="ratio")

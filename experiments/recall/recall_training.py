@@ -168,7 +168,7 @@ def _keep(state: dict[str, Any], path: Path) -> None:
 def _step(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: RecallBatch, step: int, recipe: Recipe, autocast: bool
 ) -> Tensor:
-    """One optimizer step; its loss in nats a question."""
+    """One optimizer step; its loss in nats per question."""
     model.train()
     set_lr(optimizer, step, recipe)
     optimizer.zero_grad()

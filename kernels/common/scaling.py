@@ -1,4 +1,4 @@
-"""One number a token and head times a row of channels, in one pass over memory: values and the importance gate."""
+"""One number per token and head times a row of channels, in one pass over memory: values and the importance gate."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def causal_conv(
         weight: [C, W], the newest token last.
         bias: [C] or None.
         activation: "silu" or None.
-        initial_state: [B, C, W-1], the inputs before the first token, oldest first; one a document with
+        initial_state: [B, C, W-1], the inputs before the first token, oldest first; one per document with
             `cu_seqlens`; zeros when None.
         cu_seqlens: [S + 1] starts of packed documents, then T; needs a batch of 1.
         backend: "auto" or a name of `CAUSAL_CONV`.

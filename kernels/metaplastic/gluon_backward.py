@@ -193,7 +193,7 @@ def store_sums(pv, pb, y, use):
 
 @gluon.jit
 def scalar(row, t):
-    """Token t of a row of one number a token."""
+    """Token t of a row of one number per token."""
     return gl.sum(row.index(t).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
 
 

@@ -2,7 +2,7 @@
 """The fast forward pass for NVIDIA GPUs: a time loop in fp32 with an explicit layout; `docs/kernels.md` says why.
 
 States are kept scaled, M_t / exp(g_t) with g the log decay summed within a tile of 16 tokens, so a token costs one FMA an
-element and state; the scale is centred on the tile so that its range is the square root of the tile's decay. Blocks whose
+element and state; the scale is centered on the tile so that its range is the square root of the tile's decay. Blocks whose
 decay is too steep for that are left to the plain kernel.
 """
 
@@ -115,7 +115,7 @@ def time_loop_kernel(
     g = gl.load(pa + vt * H, mask=mv, other=0.0)
     half = ip * 0.0 + 1.0
     for i in range(0, count, S):
-        # Half of the tile's decay is taken before it and half after it: the scale is centred.
+        # Half of the tile's decay is taken before it and half after it: the scale is centered.
         before = half
         half = gl.exp(0.5 * gl.min(g, 0))
         M = M * (before * half)

@@ -1,7 +1,7 @@
 """The time loops of the CPU backend, compiled by numba: explicit vectors over keys, no thread knows of another.
 
-A `Vector` is 64 bytes of floats. Written out by hand because LLVM vectorises none of these loops by itself (sums over
-keys are ordered, a dozen arrays might overlap), and so that nothing depends on what it recognises or on fast-math:
+A `Vector` is 64 bytes of floats. Written out by hand because LLVM vectorizes none of these loops by itself (sums over
+keys are ordered, a dozen arrays might overlap), and so that nothing depends on what it recognizes or on fast-math:
 division and infinities are IEEE's. All arrays are flat; `Sizes` gives their shapes.
 
 One file, vectors and loops together: numba's cache between processes looks at the file of a compiled function only.
@@ -76,7 +76,7 @@ class Gradients(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """One chunk of one beta group in a core's cache: numbers a token, and vectors [tokens, W] (`*_v`, `M`, `do` and
+    """One chunk of one beta group in a core's cache: numbers per token, and vectors [tokens, W] (`*_v`, `M`, `do` and
     `value` for each channel).
 
     Attributes:
@@ -236,7 +236,7 @@ def _gather(source, first, stride, count, target, at):
 
 @_inlined
 def _scatter(vectors, at, count, target, first, stride):
-    """Sums over vectors, one a token, to where the token is."""
+    """Sums over vectors, one per token, to where the token is."""
     W = VECTOR_BYTES // vectors.itemsize
     for t in range(count):
         target[first + t * stride] = total(load(vectors, at + t * W))

@@ -51,9 +51,9 @@ def metaplastic_scan(
         k: [B, T, G, N] keys.
         v: [B, T, H, P] values, already times the step size.
         beta: [B, T, H, g] >= 0, already times the step size; g divides P and channel c uses beta[..., c // (P / g)].
-        log_decay: [B, T, H] <= 0, nats a token.
+        log_decay: [B, T, H] <= 0, nats per token.
         prior: [H] > 0.
-        initial_state: (M [B, H, P, N], J [B, H, g, N]); zeros when None. With `cu_seqlens` one state a document.
+        initial_state: (M [B, H, P, N], J [B, H, g, N]); zeros when None. With `cu_seqlens` one state per document.
         cu_seqlens: [S + 1] integers, where each packed document starts, then T; needs B = 1.
         chunk_size: tokens between stored states; a backend's own choice when None.
         backend: "auto" or a name of `METAPLASTIC_SCAN`.

@@ -315,7 +315,7 @@ class Inside:
         block: tokens of a block.
         store: dtype of block states, of their gradients, and of partial sums.
         dv_parts: partial sums of dv and dbeta ([dv_parts, tokens, heads, P]).
-        dk_parts: partial sums of dq and dk a head ([tokens, heads, dk_parts, N]).
+        dk_parts: partial sums of dq and dk per head ([tokens, heads, dk_parts, N]).
         s_parts: partial sums of s ([s_parts, tokens, heads] fp32).
         launch: called with (inputs, states, state gradients, (dq, dk, dv, db, s), blocks, first head, heads).
     """

@@ -21,7 +21,7 @@ from .types import ScanInputs, ScanOutput, ScanProblem, ScanState
 
 CHUNK = 128
 MAX_STATE_SIZE = 256
-SHARED_CHANNELS = 8  # from so many channels a beta on, a vector of importances beats one a channel
+SHARED_CHANNELS = 8  # from so many channels per beta on, a vector of importances beats one per channel
 
 
 def unsupported(problem: ScanProblem) -> str | None:
@@ -91,7 +91,7 @@ def _shared_scan(x: ScanInputs):
 
 
 class ChannelScan(torch.autograd.Function):
-    """The scan with one beta a channel. Saves its inputs only: the states are derived again."""
+    """The scan with one beta per channel. Saves its inputs only: the states are derived again."""
 
     @staticmethod
     def run(x: ScanInputs, passes: Passes):

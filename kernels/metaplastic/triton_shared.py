@@ -1,8 +1,8 @@
 # ruff: noqa: E741  (I is the importance)
-"""One beta a head: the importance is then a vector over keys, and the read-out is Mamba2's on q / I.
+"""One beta per head: the importance is then a vector over keys, and the read-out is Mamba2's on q / I.
 
 Everything is a matrix product over blocks of tokens, so this costs about what Mamba2's own scan does. A few beta
-groups a head are that many narrower heads. `docs/kernels.md` has the names.
+groups per head are that many narrower heads. `docs/kernels.md` has the names.
 """
 
 import torch
@@ -276,7 +276,7 @@ def _states(k, v, beta, log_decay, blocks: Blocks, initial, store) -> tuple[Tens
 
 
 class SharedScan(torch.autograd.Function):
-    """The scan with one beta a head.
+    """The scan with one beta per head.
 
     q, k [tokens, G, N], v [tokens, H, P], beta, log_decay [tokens, H], states M [rows, H, P, N], J [rows, H, N].
     """

@@ -1,6 +1,6 @@
 """The two states at block boundaries: forwards by matrix products, and their gradients backwards.
 
-Both states are linear recurrences with one scalar decay a head, so over a block with cumulative log decay g
+Both states are linear recurrences with one scalar decay per head, so over a block with cumulative log decay g
     M_end = exp(g_end) M_start + sum_s exp(g_end - g_s) v_s (x) k_s          (J with beta and k^2)
 and no decay is ever divided by.
 """
@@ -29,7 +29,7 @@ def block_states_kernel(
     BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, EVERY: tl.constexpr,
     HAS_INITIAL: tl.constexpr, WITH_J: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    # A program carries a tile of both states over a document, BT tokens a step; blocks are EVERY steps.
+    # A program carries a tile of both states over a document, BT tokens per step; blocks are EVERY steps.
     NKB: tl.constexpr = (N + BK - 1) // BK
     NVB: tl.constexpr = (P + BV - 1) // BV
     pid = tl.program_id(0)
@@ -104,7 +104,7 @@ def block_states_kernel(
         vv = v_next
         bb = b_next
         la = la_next
-    # The slots behind the last block of all, one a document, hold the final states.
+    # The slots behind the last block of all, one per document, hold the final states.
     at = ((n_blocks + i_d).to(tl.int64) * heads + i_l) * (N * P)
     tl.store((M_out + at) + tile, M.to(M_out.dtype.element_ty), mask=inside)
     if WITH_J:

@@ -46,7 +46,7 @@ def mamba2_scan(
         A: [H] fp32, negative.
         B: [B, T, G, N] keys; head i uses group i // (H / G).
         C: [B, T, G, N] queries.
-        initial_state: [B, H, P, N], one a document with `cu_seqlens`; zeros when None.
+        initial_state: [B, H, P, N], one per document with `cu_seqlens`; zeros when None.
         cu_seqlens: [S + 1] starts of packed documents, then T; needs a batch of 1.
         chunk_size: tokens a chunk, a power of two; at most 64 in torch.
         backend: "auto" or a name of `MAMBA2_SCAN`. mamba-ssm's kernels take packed documents only without initial and

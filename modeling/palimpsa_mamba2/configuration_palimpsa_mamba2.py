@@ -27,7 +27,7 @@ class PalimpsaMamba2Config(PreTrainedConfig):
         train_prior: whether log_prior is trained.
         vocab_size: rows of the embedding, the padding of the vocabulary included.
         time_step_limit: bounds of the step size in every forward pass; `time_step_min`, `time_step_max` and
-            `time_step_floor` belong to initialisation alone.
+            `time_step_floor` belong to initialization alone.
         layer_types: one "linear_attention" a layer. It is written to config.json on purpose: there it tells the
             cache of transformers what to hold, and it makes the stock Mamba2 class, which would drop the new
             tensors, stop with an error.

@@ -69,7 +69,7 @@ class PalimpsaMamba2Block(GradientCheckpointingLayer):
 
 
 class PalimpsaMamba2PreTrainedModel(PreTrainedModel):
-    """Loading, initialisation and what transformers needs to know of these models."""
+    """Loading, initialization and what transformers needs to know of these models."""
 
     config_class = PalimpsaMamba2Config
     config: PalimpsaMamba2Config
@@ -209,7 +209,7 @@ class PalimpsaMamba2Model(PalimpsaMamba2PreTrainedModel):
 
 
 def head_dtype(head: nn.Module) -> torch.dtype | None:
-    """The dtype in which a head computes; None for a quantised one, which has whole numbers and casts by itself."""
+    """The dtype in which a head computes; None for a quantized one, which has whole numbers and casts by itself."""
     dtype = getattr(head.weight, "dtype", None)
     return dtype if dtype is not None and dtype.is_floating_point else None
 
@@ -221,7 +221,7 @@ def apply_head(head: nn.Module, hidden: Tensor) -> Tensor:
 
 
 class PalimpsaMamba2ForCausalLM(PalimpsaMamba2PreTrainedModel, GenerationMixin):
-    """The backbone and a language modelling head, tied to the embedding when the config says so."""
+    """The backbone and a language modeling head, tied to the embedding when the config says so."""
 
     _tied_weights_keys = {"lm_head.weight": "backbone.embeddings.weight"}  # transformers 5 wants a dict
 

@@ -1,4 +1,4 @@
-"""Text to tokens: local files or a `datasets` id, tokenised once, kept in a cache that is memory-mapped afterwards."""
+"""Text to tokens: local files or a `datasets` id, tokenized once, kept in a cache that is memory-mapped afterwards."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def open_text(
     special_tokens: str = "parse",
     cache: str | Path | None = None,
 ) -> TokenStore:
-    """Tokens of a text: from the cache when the same text met the same tokenizer before, else tokenised now.
+    """Tokens of a text: from the cache when the same text met the same tokenizer before, else tokenized now.
 
     Args:
         source: what `base.text.iter_documents` reads (files, folders, `owner/name[:config:split]` of the Hub), or a
@@ -73,7 +73,7 @@ def open_text(
         chat: each record is a conversation (`messages`), rendered with the tokenizer's chat template; only the
             assistant's words are targets.
         max_tokens: read no further than the document that reaches this many, of a very long one no further than a
-            piece beyond; of a text too long to tokenise whole.
+            piece beyond; of a text too long to tokenize whole.
         special_tokens: `parse` makes what is spelled like a special token one; `text` keeps it text, and refuses it in
             conversations, whose template needs the real ones.
         cache: folder of the cache; default `$PALIMPSA_CACHE`, then `$XDG_CACHE_HOME/palimpsa-surgery`.
@@ -95,11 +95,11 @@ def open_text(
             )
             records = (record for one in sources for record in iter_documents(one, longest=longest))
         try:
-            _tokenise(records, tokenizer, folder, chat=chat, limit=max_tokens, as_text=as_text, name=name)
+            _tokenize(records, tokenizer, folder, chat=chat, limit=max_tokens, as_text=as_text, name=name)
         except OutputError as error:
             reason = getattr(error.__cause__, "strerror", None) or error
             raise OutputError(
-                f"{folder.parent}: the tokenised text cannot be written there ({reason}); name a folder for it with "
+                f"{folder.parent}: the tokenized text cannot be written there ({reason}); name a folder for it with "
                 "PALIMPSA_CACHE or data.cache"
             ) from error
     return _open(folder, key)
@@ -130,7 +130,7 @@ def _sources(source: str | Path | Sequence[str | Path]) -> list[str | Path]:
 
 
 def cache_folder(cache: str | Path | None = None) -> Path:
-    """Where tokenised text is kept."""
+    """Where tokenized text is kept."""
     named = cache if cache is not None else os.environ.get("PALIMPSA_CACHE")
     if named:
         return named_path(named, "cache folder")
@@ -178,7 +178,7 @@ def _dataset_revision(source: str) -> str:
         return ""
 
 
-def _tokenise(
+def _tokenize(
     records: Iterable[Any],
     tokenizer: Any,
     folder: Path,
@@ -193,7 +193,7 @@ def _tokenise(
     lengths: list[int] = []
     origins: list[int] = []
     written, targets = 0, 0
-    batches = _batches(progress(records, f"tokenising {name}"))
+    batches = _batches(progress(records, f"tokenizing {name}"))
     with (
         output_folder(folder, force=True) as target,
         (target / "tokens.bin").open("wb") as tokens,

@@ -41,7 +41,7 @@ class TokenStream:
     by remembering one number, and any number of processes read the same stream.
 
     Args:
-        store: tokenised text.
+        store: tokenized text.
         documents: which of its documents; all by default.
         seed: of the order; None keeps the order of the text.
         reset: documents are kept apart (`segments`, and no prediction across a border).

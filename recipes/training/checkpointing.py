@@ -1,8 +1,8 @@
-"""Training checkpoints: what trains, the optimiser and the position, written whole or not at all, by name.
+"""Training checkpoints: what trains, the optimizer and the position, written whole or not at all, by name.
 
 Everything is kept as full tensors under parameter names, so that a run may go on with another number of processes or
 another way of sharding. The source's frozen tensors are not repeated. `torch.distributed.checkpoint.state_dict` would
-gather the same, but steps the optimiser with zero gradients before it restores its state, and wants the hyperparameters
+gather the same, but steps the optimizer with zero gradients before it restores its state, and wants the hyperparameters
 of a run in the file, where a run that goes on has its recipe.
 """
 
@@ -38,7 +38,7 @@ class Position:
     """Where a run is.
 
     Attributes:
-        step: optimiser steps done.
+        step: optimizer steps done.
         tokens: positions of the training stream read.
         model: key of what trains (names, shapes, swapped layers).
         source: fingerprint of the model that is trained.
@@ -128,7 +128,7 @@ def load_checkpoint(
     Args:
         path: a checkpoint folder.
         module: the prepared module, with the same parameters training.
-        optimizer: its optimiser.
+        optimizer: its optimizer.
         expected: the keys and the seed of the run that resumes.
         is_source: whether a fingerprint, of an earlier release perhaps, is the model's; by default equality is asked.
 

@@ -17,7 +17,7 @@ TRAINED_BYTES = 16
 """A trained parameter: fp32 weight, gradient and two moments. Under bf16 its rounded copy comes on top."""
 
 ASSUMED_FLOPS = 2e14
-"""A quarter of a current data-centre GPU's bf16 rate, a second: what such models reach in training, roughly."""
+"""A quarter of a current data-center GPU's bf16 rate, a second: what such models reach in training, roughly."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class TrainingEstimate:
     Attributes:
         trained: parameters that train, adapters included.
         frozen: parameters that do not.
-        state_bytes: weights, gradients, optimiser.
+        state_bytes: weights, gradients, optimizer.
         activation_bytes: of one micro-batch, kept for the backward pass; a rough figure.
         tokens: read in the whole run.
         flops: of the whole run, recomputation included.
@@ -65,8 +65,8 @@ def estimate(checkpoint: Checkpoint, recipe: Recipe, layers: Sequence[int] | Non
     short = recipe.precision == "bf16"
     frozen_bytes = frozen * (2 if short else 4)
     if recipe.mode == "qlora":
-        quantised = sum(number for name, number in counts.items() if name.endswith("in_proj.weight"))
-        frozen_bytes -= round(quantised * 1.45)  # 4 bits and a scale for 64 of them, instead of 16
+        quantized = sum(number for name, number in counts.items() if name.endswith("in_proj.weight"))
+        frozen_bytes -= round(quantized * 1.45)  # 4 bits and a scale for 64 of them, instead of 16
     steps = recipe.total_steps()
     tokens = sum(recipe.batch_size * recipe.data.seq_len_at(step, steps) for step in range(steps))
     # Forward 2, backward of activations 2, backward of weights 2 a parameter and token.

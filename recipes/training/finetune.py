@@ -51,7 +51,7 @@ class RunResult:
     Attributes:
         folder: the run folder.
         final: the saved model folder.
-        steps: optimiser steps done, those before a resume included.
+        steps: optimizer steps done, those before a resume included.
         tokens: tokens read.
         loss: of the last step.
         validation: (step, loss, standard error) of each validation.
@@ -237,7 +237,7 @@ def _check_trackers(names: Sequence[str]) -> None:
 
 
 def assemble(accelerator: Any, checkpoint: Checkpoint, recipe: Recipe, out: Path) -> Training:
-    """Model, text, optimiser and validation of a run, prepared for the processes that share it."""
+    """Model, text, optimizer and validation of a run, prepared for the processes that share it."""
     resolve_loss(recipe.loss, accelerator.device)
     if require_kernels():
         METAPLASTIC_SCAN.resolve("auto", accelerator.device)
@@ -278,7 +278,7 @@ def save_final(run: Training, checkpoint: Checkpoint) -> None:
 
 
 def open_streams(accelerator: Any, recipe: Recipe, tokenizer: Any, vocab_size: int) -> tuple[TokenStream, list[Window]]:
-    """The training stream and the validation windows; the first process on a machine tokenises, the others wait.
+    """The training stream and the validation windows; the first process on a machine tokenizes, the others wait.
 
     Raises:
         UsageError: the recipe names no text, or the tokenizer is another model's.

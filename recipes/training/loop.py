@@ -1,4 +1,4 @@
-"""The training loop: one optimiser step after the other, from any position, on any number of processes."""
+"""The training loop: one optimizer step after the other, from any position, on any number of processes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def train(run: Training) -> None:
             started = time.perf_counter()
             rates = set_lr(run.optimizer, step, recipe)
             with record_importance(run.module) if _wants_importance(recipe, step) else nullcontext() as recorder:
-                done = optimiser_step(run, step)
+                done = optimizer_step(run, step)
             run.position = replace(run.position, step=step + 1, tokens=run.position.tokens + done.tokens)
             seconds = time.perf_counter() - started
             loss = "nothing to predict"
@@ -103,7 +103,7 @@ def check_targets(run: Training) -> None:
         raise _nothing_to_predict(f"all {empty} batches of this run hold" if empty > 1 else "the only batch holds")
 
 
-def optimiser_step(run: Training, step: int) -> Step:
+def optimizer_step(run: Training, step: int) -> Step:
     """One step over the global batch.
 
     The loss is the mean over all targets of the global batch, however they are spread over micro-batches, processes

@@ -37,7 +37,7 @@ class Training:
     """What one run of the loop works with.
 
     Attributes:
-        accelerator: Accelerate's, already asked to `prepare` module and optimiser.
+        accelerator: Accelerate's, already asked to `prepare` module and optimizer.
         module: a `CausalLoss`, prepared.
         optimizer: prepared.
         stream: the training text.
@@ -214,7 +214,7 @@ class RunLog:
         names once `SECONDS` have passed.
 
         Args:
-            loss: of the step, nats a token.
+            loss: of the step, nats per token.
             tokens: of the step.
             seconds: that it took.
             memory: peak bytes.
@@ -232,7 +232,7 @@ class RunLog:
 
 
 def announcement(run: Training) -> str:
-    """What a run is about to do: steps, tokens a step, device, mode, parameters that train."""
+    """What a run is about to do: steps, tokens per step, device, mode, parameters that train."""
     recipe, done, total = run.recipe, run.position.step, run.recipe.total_steps()
     steps_that_differ = range(done, total) if recipe.data.curriculum else (done,)
     lengths = {recipe.data.seq_len_at(step, total) for step in steps_that_differ} or {recipe.data.seq_len}

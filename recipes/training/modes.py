@@ -86,7 +86,7 @@ def add_adapters(model: nn.Module, recipe: Recipe, layers: list[int]) -> nn.Modu
         task_type="CAUSAL_LM",
     )
     if recipe.mode == "qlora":
-        quantise_frozen(model)
+        quantize_frozen(model)
     return get_peft_model(model, config)
 
 
@@ -155,7 +155,7 @@ def check_coverage(rows: list[Coverage], recipe: Recipe, layers: list[int], *, t
         )
 
 
-def quantise_frozen(model: nn.Module) -> None:
+def quantize_frozen(model: nn.Module) -> None:
     """Stores every `in_proj` in 4 bits (NF4); out_proj, conv1d, lm_head and all that is new stay as they are.
 
     Raises:

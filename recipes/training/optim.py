@@ -115,7 +115,7 @@ def describe_selection(model: nn.Module, recipe: Recipe) -> Selection:
 
 
 def lr_factor(step: int, recipe: Recipe) -> float:
-    """What the learning rates are multiplied with at optimiser step `step` (0-based).
+    """What the learning rates are multiplied with at optimizer step `step` (0-based).
 
     Linear warmup from 1/warmup to 1, then constant, or a cosine down to `min_lr_ratio` at the last step. A function of
     the step alone: nothing to save, nothing to resume.

@@ -61,7 +61,7 @@ class DataRecipe(StrictPart):
         return self
 
     def seq_len_at(self, step: int, steps: int) -> int:
-        """The window length of optimiser step `step` (0-based) of `steps`: the curriculum's stage, then `seq_len`."""
+        """The window length of optimizer step `step` (0-based) of `steps`: the curriculum's stage, then `seq_len`."""
         for stage in self.curriculum:
             if step < stage.until * steps:
                 return stage.seq_len
@@ -79,7 +79,7 @@ class LoraRecipe(StrictPart):
 
 
 class Recipe(StrictModel):
-    """A whole recipe. Times are counted in optimiser steps, lengths in tokens, sizes in windows."""
+    """A whole recipe. Times are counted in optimizer steps, lengths in tokens, sizes in windows."""
 
     description: str = ""
     mode: Literal["full", "new", "new+swapped", "lora", "qlora"] = "full"
@@ -153,7 +153,7 @@ class Recipe(StrictModel):
         return self
 
     def total_steps(self) -> int:
-        """Optimiser steps of the whole run: `steps`, or as many as it takes to read `tokens`."""
+        """Optimizer steps of the whole run: `steps`, or as many as it takes to read `tokens`."""
         if self.steps is not None:
             return self.steps
         average = 0.0
@@ -206,7 +206,7 @@ def load_recipe(recipe: str | Path | dict[str, Any] | Recipe, overrides: Sequenc
 
     Raises:
         UsageError: every problem of file and overrides at once, each with its key, the nearest valid one for a
-            misspelt key.
+            misspelled key.
     """
     if isinstance(recipe, (Recipe, dict)):
         values = recipe.model_dump(mode="json") if isinstance(recipe, Recipe) else dict(recipe)

@@ -76,12 +76,12 @@ def evaluate_loss(
     finally:
         module.train(was_training)
         _reshard(module)
-    return summarise(results, max((len(window.input_ids) for window in ready), default=0))
+    return summarize(results, max((len(window.input_ids) for window in ready), default=0))
 
 
 def _reshard(module: nn.Module) -> None:
     """Puts a sharded model's parameters back. After a forward pass without a backward one FSDP2 leaves those of the
-    outermost unit gathered: other objects, which the optimiser and so a checkpoint know nothing of."""
+    outermost unit gathered: other objects, which the optimizer and so a checkpoint know nothing of."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
@@ -112,7 +112,7 @@ def _per_window(module: nn.Module, windows: list[Window], batch_size: int, accel
     return results.numpy()
 
 
-def summarise(results: np.ndarray, seq_len: int) -> LossResult:
+def summarize(results: np.ndarray, seq_len: int) -> LossResult:
     """Loss and its bootstrap error from (sum, targets) of each window.
 
     Raises:

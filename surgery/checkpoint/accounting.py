@@ -193,7 +193,7 @@ def account(
         kinds = ", ".join(sorted({dtype_name(entry.dtype) for entry in odd}))
         raise CheckpointError(
             f"{source_id}: {_listing([entry.source_name for entry in odd])} is stored as {kinds}, expected weights in "
-            "float32, bfloat16, float16 or float64; take the checkpoint from before it was quantised"
+            "float32, bfloat16, float16 or float64; take the checkpoint from before it was quantized"
         )
     parts = [
         f"{len(names)} {what} ({_listing(names)})"

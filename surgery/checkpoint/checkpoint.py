@@ -60,7 +60,7 @@ class Checkpoint:
         tensors: every tensor of the model by canonical name, in the order of the model.
         dropped: source tensors that are not part of the model, each with its reason.
         source_id: Hub id, or the folder's name.
-        license: licence named in the source's model card, never guessed.
+        license: license named in the source's model card, never guessed.
         base_model: the Hub id itself, else what the source's model card names.
         tokenizer_files: paths of the tokenizer's files.
         generation_config: content of `generation_config.json`.
@@ -237,7 +237,7 @@ def _opened(source: Source) -> Checkpoint:
 
 
 def _surroundings(source: Source) -> dict[str, Any]:
-    """What lies beside the weights: licence, base model, tokenizer, generation config."""
+    """What lies beside the weights: license, base model, tokenizer, generation config."""
     card = card_metadata(source.folder)
     base = source.source_id if source.hub else _one_name(card.get("base_model"))
     generation = source.folder / "generation_config.json"

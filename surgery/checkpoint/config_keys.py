@@ -4,8 +4,8 @@ Other programs write Mamba2 configs with names of their own. A key is, in this o
 
 - fixed: it chooses between functions, of which this package computes one (`FIXED`): any other value is refused;
 - read: the reader of the layout uses it, under its own name or another of `ALIASES`;
-- harmless: it concerns names, speed, initialisation or generation (`HARMLESS`);
-- of another kind of model (`_ANOTHER_MODEL`): attention, experts, multipliers, quantisation; refused, unless its value
+- harmless: it concerns names, speed, initialization or generation (`HARMLESS`);
+- of another kind of model (`_ANOTHER_MODEL`): attention, experts, multipliers, quantization; refused, unless its value
   asks for nothing (null, false, 0, an empty text, list or table): the model does without;
 - unknown: a note names it, as it may change what the model computes. Its value does not matter: of a key that nobody
   here knows, false may be what takes a part of the layer away.
@@ -119,7 +119,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "layer": ("Mamba2",),
 }
 _NAMES = "architectures auto_map model_type transformers_version torch_dtype dtype tokenizer_class name_or_path"
-_INITIALISATION = (
+_INITIALIZATION = (
     "initializer_range rescale_prenorm_residual time_step_rank time_step_min time_step_max time_step_floor "
     "A_init_range A_initializer_range conv_init dt_min dt_max dt_init_floor"
 )
@@ -147,7 +147,7 @@ _OF_TRANSFORMERS = (
     "_attn_implementation_autoset _experts_implementation _experts_implementation_internal _flash_attn_2_enabled "
     "_output_attentions _configuration_file _from_auto _from_pipeline _post_init_done"
 )
-HARMLESS = frozenset(" ".join((_NAMES, _INITIALISATION, _SPEED, _LENGTH, _ANY_MODEL, _OF_TRANSFORMERS)).split())
+HARMLESS = frozenset(" ".join((_NAMES, _INITIALIZATION, _SPEED, _LENGTH, _ANY_MODEL, _OF_TRANSFORMERS)).split())
 _ANOTHER_MODEL = re.compile(
     r"attn|attention|key_value_heads|rope|rotary|sliding_window|hybrid|block_type|moe|expert|mlp|d_intermediate"
     r"|multiplier|scaling|softcap|logit_scale|mup|quant|depthwise|mimo",

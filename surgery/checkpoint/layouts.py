@@ -37,7 +37,7 @@ from .sources import read_foreign_json
 from .weights import TensorInfo
 
 _SSM_SIZES = ("d_state", "d_conv", "expand", "headdim", "ngroups", "chunk_size")
-# Keys of `ssm_cfg` that concern initialisation or speed, never the function a trained model computes.
+# Keys of `ssm_cfg` that concern initialization or speed, never the function a trained model computes.
 _SSM_IGNORED = {"layer", "A_init_range", "conv_init", "use_mem_eff_path", "process_group", "sequence_parallel"}
 # Sizes that index shapes: anything but a positive whole number is a fault of the file.
 _SIZES = (
@@ -56,7 +56,7 @@ _SIZES = (
 
 
 class Layout(NamedTuple):
-    """A recognised layout.
+    """A recognized layout.
 
     Attributes:
         name: its table in `keymap.TABLES`.
@@ -81,7 +81,7 @@ def detect(folder: Path, tensors: Mapping[str, TensorInfo]) -> Layout:
 
     Raises:
         CheckpointError: there is no config, or it is one of the kinds refused by name: Mamba1, attention or MLP
-            blocks, other architectures, quantised weights, a geometry that contradicts itself.
+            blocks, other architectures, quantized weights, a geometry that contradicts itself.
     """
     _refuse_mamba1(tensors)
     for file, readers in (("config.json", _CONFIG_READERS), ("params.json", _PARAMS_READERS)):
@@ -238,7 +238,7 @@ def _from_hf(path: Path, content: dict[str, Any]) -> Layout:
         raise CheckpointError(_unknown(where, content))
     if content.get("quantization_config"):
         raise CheckpointError(
-            f"{where}:quantization_config: the weights are quantised, expected bf16, fp16 or fp32; "
+            f"{where}:quantization_config: the weights are quantized, expected bf16, fp16 or fp32; "
             "use the original model"
         )
     converted = kind == "palimpsa_mamba2"

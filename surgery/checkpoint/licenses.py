@@ -1,4 +1,4 @@
-"""What a source's card and folder say of its licence."""
+"""What a source's card and folder say of its license."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def card_metadata(folder: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(block.group(1)) if block else None
     except (yaml.YAMLError, ValueError, RecursionError):  # a number of thousands of digits, a list in a list in a list
-        logger.warning("README.md: its metadata block is not YAML; licence and base model are not carried over")
+        logger.warning("README.md: its metadata block is not YAML; license and base model are not carried over")
         content = None
     return content if isinstance(content, dict) else {}
 
 
 def license_names(card: Mapping[str, Any]) -> str | list[str] | None:
-    """The licence that a card's metadata names, or the list of them; None when it names none."""
+    """The license that a card's metadata names, or the list of them; None when it names none."""
     value = card.get("license")
     names = [name for name in (value if isinstance(value, list) else [value]) if name and isinstance(name, str)]
     return names[0] if len(names) == 1 else names or None
 
 
 def license_files(folder: Path) -> tuple[Path, ...]:
-    """The texts of licences and notices in a folder, and the one that its card links to by name."""
+    """The texts of licenses and notices in a folder, and the one that its card links to by name."""
     link = card_metadata(folder).get("license_link")
     return tuple(
         path
@@ -52,7 +52,7 @@ def license_files(folder: Path) -> tuple[Path, ...]:
 
 
 def license_text(license: str | list[str] | None, form: str = "`{}`") -> str:
-    """Names of licences for people; each in the given form."""
+    """Names of licenses for people; each in the given form."""
     return ", ".join(form.format(name) for name in ([license] if isinstance(license, str) else license or []))
 
 

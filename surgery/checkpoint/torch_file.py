@@ -287,7 +287,7 @@ def _only_tensors(path: Path, content: Any) -> dict[str, torch.Tensor]:
             )
         if value.layout != torch.strided or value.is_quantized or value.is_meta:
             raise CheckpointError(
-                f"{path.name}: tensor {name} is sparse, quantised or without data, expected a plain tensor; save it "
+                f"{path.name}: tensor {name} is sparse, quantized or without data, expected a plain tensor; save it "
                 "dense"
             )
     return content

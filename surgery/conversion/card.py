@@ -1,4 +1,4 @@
-"""README.md of a model folder: the model card. Facts come from the report; licence and base model from the source."""
+"""README.md of a model folder: the model card. Facts come from the report; license and base model from the source."""
 
 from __future__ import annotations
 
@@ -13,17 +13,12 @@ from ...base.console import counted
 from ...mixers.geometry import GATE_FP32, MIXER_FP32
 from ..checkpoint.licenses import license_text
 from ..measure.profile import Profile
+from ..planning.inits import INITS
 from ..planning.plan import Plan
 
 MARKER = "<!-- card written by palimpsa-surgery; remove this line to keep your own text -->"
 PAPER = "https://arxiv.org/abs/2602.09075"
 TAGS = ["palimpsa", "mamba2", "state-space", "metaplasticity"]
-
-_STARTS = {
-    "identity": "the logits of the source, to rounding",
-    "calibrated": "each head's output at the source's scale, at a mean importance growth of {strength}",
-    "paper": "the random start of the paper",
-}
 
 
 @dataclass(frozen=True)
@@ -39,7 +34,7 @@ class CardFacts:
         swapped: every Palimpsa-M layer, those of an earlier surgery included.
         dtype: of the stored weights.
         verification: lines of figures, such as `metaplasticity off: 2.1e-07`.
-        terms: `license_name` and `license_link` of the source's card, where its licence is `other`.
+        terms: `license_name` and `license_link` of the source's card, where its license is `other`.
         training: how it was fine-tuned, a line for each fact.
         evaluation: the section on an evaluation.
         results: the same as metadata.
@@ -70,7 +65,7 @@ def render_card(facts: CardFacts) -> str:
         "Evaluation": facts.evaluation,
         "Use": _usage(facts),
         "Files": _files(facts),
-        "Licence": _license(facts),
+        "License": _license(facts),
     }
     parts = [_front_matter(facts), MARKER, "", f"# {facts.name}", "", _summary(facts), ""]
     for title, text in sections.items():
@@ -110,9 +105,9 @@ def _summary(facts: CardFacts) -> str:
     groups = counted(facts.plan.gate.groups, "importance")
     return (
         f"A Mamba2 language model made from `{source}`, in which {layers} {was} replaced by Palimpsa-M: "
-        f"a Mamba2 mixer whose synapses carry an importance that protects what was learnt from being overwritten "
+        f"a Mamba2 mixer whose synapses carry an importance that protects what was learned from being overwritten "
         f"([paper]({PAPER})). All weights of the source are kept; each swapped layer adds a low-rank importance gate "
-        f"(rank {facts.plan.beta_rank}, {groups} a head), a scale and a prior per head."
+        f"(rank {facts.plan.beta_rank}, {groups} per head), a scale and a prior per head."
     )
 
 
@@ -128,7 +123,7 @@ def _layer_table(facts: CardFacts) -> str:
     if facts.profile is None or facts.plan is None:
         rule = f", listed by hand (rule: {facts.plan.rule})" if facts.plan else ""
         return f"Layers: {', '.join(map(str, facts.swapped))}{rule}."
-    rows = ["| layer | window (tokens) | rate (nats a token) | why |", "| --- | --- | --- | --- |"]
+    rows = ["| layer | window (tokens) | rate (nats per token) | why |", "| --- | --- | --- | --- |"]
     for layer in facts.swapped:
         figures = facts.profile.layers[layer]
         why = facts.plan.reasons.get(layer, "" if layer in facts.plan.layers else "swapped before")
@@ -138,7 +133,7 @@ def _layer_table(facts: CardFacts) -> str:
 
 
 def _start(facts: CardFacts) -> str:
-    meaning = _STARTS[facts.plan.init].format(strength=facts.plan.strength)
+    meaning = INITS[facts.plan.init].meaning.format(strength=facts.plan.strength)
     return (
         f"Start: **{facts.plan.init}** ({meaning}), scale form `{facts.plan.beta_scale_form}`, seed {facts.plan.seed}."
     )
@@ -180,7 +175,7 @@ def _license(facts: CardFacts) -> str:
         name = f" ({facts.terms['license_name']})" if "license_name" in facts.terms else ""
         link = f" Its text: {facts.terms['license_link']}" if "license_link" in facts.terms else ""
         return f"{license_text(facts.license)}{name}, carried over from the source.{link}"
-    return "The source's card names no licence; its terms apply."
+    return "The source's card names no license; its terms apply."
 
 
 def is_own_card(text: str) -> bool:

@@ -25,6 +25,7 @@ from ..checkpoint.tokenizer import with_tokenizer
 from ..measure.forgetting import measure, static_forgetting
 from ..measure.plots import plot_profile
 from ..measure.profile import Profile, read_profile, write_profile
+from ..planning.inits import is_calibrated
 from ..planning.plan import DEFAULT_LAYERS, Plan, make_plan, read_plan, write_plan
 from .card import CardFacts, kept_readme, render_card
 from .model_folder import new_tensors, output_config, output_specs, write_surroundings, write_weights
@@ -138,13 +139,15 @@ def _settle(
         plan.check_source(checkpoint, where)
         if profile is not None:
             profile.check_source(checkpoint)
-        calibrated = plan.init == "calibrated"
-        return plan, profile or (_measure(checkpoint, measuring, True) if calibrated else static_forgetting(checkpoint))
+        if profile is None and is_calibrated(plan.init):
+            profile = _measure(checkpoint, measuring, True)
+        return plan, profile or static_forgetting(checkpoint)
     layers = DEFAULT_LAYERS if layers is None else layers
-    if profile is None and (isinstance(layers, int) or options.get("init") == "calibrated"):
+    calibrate = is_calibrated(options.get("init"))
+    if profile is None and (isinstance(layers, int) or calibrate):
         # A count that cannot be met, or options that contradict, should not wait for the measurement.
         make_plan(checkpoint, static_forgetting(checkpoint), layers=layers, **options)
-        profile = _measure(checkpoint, measuring, options.get("init") == "calibrated")
+        profile = _measure(checkpoint, measuring, calibrate)
     plan = make_plan(checkpoint, profile, layers=layers, **options)
     return plan, profile or static_forgetting(checkpoint)
 

@@ -109,7 +109,7 @@ def _write_palimpsa(
 
 
 def card_without_surgery(checkpoint: Checkpoint, name: str, swapped: Sequence[int]) -> str:
-    """The card of a folder of ours that no conversion made; licence and base model are those of `checkpoint`."""
+    """The card of a folder of ours that no conversion made; license and base model are those of `checkpoint`."""
     facts = CardFacts(
         name=name,
         plan=None,

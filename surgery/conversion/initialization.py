@@ -1,4 +1,6 @@
-"""Starting points of the new parameters of a swapped layer. A new start is one function and one line in `STARTS`.
+"""Initial values of the new parameters of a swapped layer. A new start is one function and its line in `STARTS`.
+
+What the other stages know of it is its line in `planning/inits.py`.
 
 The importance gate is beta_t = sigmoid(W_up W_down h_t) f(s) d_t and the prior exp(log_prior).
 A start gives W_down [R, D], W_up [H g, R], s [H] and log_prior [H], all fp32, from the seed and the layer's number

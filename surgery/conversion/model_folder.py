@@ -137,7 +137,7 @@ def write_surroundings(
 
 
 def copy_companions(checkpoint: Checkpoint, folder: Path) -> None:
-    """The tokenizer, the texts of the licence, what the model was trained on, and the generation config if there is
+    """The tokenizer, the texts of the license, what the model was trained on, and the generation config if there is
     one."""
     if checkpoint.generation_config is not None:
         write_json(folder / "generation_config.json", _without_paths(checkpoint.generation_config))

@@ -27,6 +27,7 @@ from ...base.errors import PalimpsaError, UsageError, VerificationError
 from ...base.text import token_windows
 from ...mixers.geometry import GateSpec
 from ..checkpoint.tokenizer import open_tokenizer
+from ..planning.inits import INITS
 from ..planning.plan import Plan
 
 if TYPE_CHECKING:
@@ -283,13 +284,13 @@ def _check(off: float, on: float, plan: Plan, what: str) -> None:
             f"{what}: with metaplasticity off, what was written differs from the source by {off:.2e} (relative L2, "
             f"limit {OFF_LIMIT:g}); nothing was kept, please report the checkpoint's layout"
         )
-    if plan.init == "identity" and on > ON_LIMIT:
+    if INITS[plan.init].exact and on > ON_LIMIT:
         raise VerificationError(
-            f"{what}: the identity start differs from the source by {on:.2e} (relative L2, limit {ON_LIMIT:g}); "
+            f"{what}: the {plan.init} start differs from the source by {on:.2e} (relative L2, limit {ON_LIMIT:g}); "
             f"nothing was kept"
         )
     if on == float("inf"):
-        raise VerificationError(f"{what}: not finite with the start {plan.init}; nothing was kept, lower the strength")
+        raise VerificationError(f"{what}: not finite with the {plan.init} start; nothing was kept, lower the strength")
 
 
 def _text(checkpoint: Checkpoint) -> tuple[Tensor, str]:

@@ -1,4 +1,4 @@
-"""Models of Mamba2 blocks alone: one norm and one mixer a layer, any of which may be swapped."""
+"""Models of Mamba2 blocks alone: one norm and one mixer per layer, any of which may be swapped."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Measures how fast each layer and head forgets.
 
 Per head, over real tokens only, with d_t as the layer uses it (bias, softplus, limits):
-    rate   = mean_t A d_t             nats a token
+    rate   = mean_t A d_t             nats per token
     window = mean_t 1 / (1 - a_t)     tokens, a_t = exp(-A d_t)
 A layer's figures are the means over its heads. Sums are fp64, so batch size, order and padding do not change them.
 """
@@ -87,7 +87,7 @@ def _layer_profile(layer: int, rate: Tensor, window: Tensor, swapped: bool, cali
 def static_forgetting(checkpoint: Checkpoint) -> Profile:
     """Estimates the figures from A_log and dt_bias alone, as if the projection of every token gave zero.
 
-    Needs no text and reads two small tensors a layer; a rough guide, labelled `static` wherever it is shown.
+    Needs no text and reads two small tensors a layer; a rough guide, labeled `static` wherever it is shown.
 
     Raises:
         CheckpointError: a figure is not finite.

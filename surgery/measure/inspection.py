@@ -111,7 +111,7 @@ class Inspection:
             ("vocabulary", f"{sizes['vocab_size']} rows, head {shared}"),
             ("swapped layers", ", ".join(map(str, self.swapped_layers)) or "none"),
             ("tokenizer", ", ".join(self.tokenizer_files) or "none in the folder"),
-            ("licence", license_text(self.license, "{}") or "not stated"),
+            ("license", license_text(self.license, "{}") or "not stated"),
             ("files", ", ".join(self.files)),
             ("fingerprint", self.fingerprint),
         ]
@@ -126,7 +126,7 @@ class Inspection:
         ]
 
 
-LAYER_HEADERS = ("layer", "kind", "static window (tokens)", "static rate (nats a token)")
+LAYER_HEADERS = ("layer", "kind", "static window (tokens)", "static rate (nats per token)")
 
 
 def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MARK = "#d62728"
 INK = "#1a1a1a"
-MOST_LABELLED = 80
+MOST_LABELED = 80
 """Rows that still have room for a number each."""
 
 
@@ -38,14 +38,14 @@ def plot_profile(profile: Profile, path: str | Path, *, chosen: Sequence[int] = 
     left, right = figure.subplots(1, 2, sharey=True)
     panels = (
         (left, "window (tokens)", "viridis", [layer.head_window for layer in profile.layers], "window"),
-        (right, "forget rate (nats a token)", "magma_r", [layer.head_rate for layer in profile.layers], "rate"),
+        (right, "forget rate (nats per token)", "magma_r", [layer.head_rate for layer in profile.layers], "rate"),
     )
-    for axes, title, colours, values, kind in panels:
-        _heat_map(figure, axes, title, colours, values, chosen)
-        if layers <= MOST_LABELLED:
+    for axes, title, colors, values, kind in panels:
+        _heat_map(figure, axes, title, colors, values, chosen)
+        if layers <= MOST_LABELED:
             _layer_means(axes, heads, [getattr(layer, kind) for layer in profile.layers], chosen)
     left.set_ylabel("layer", color=INK)
-    left.set_yticks(range(layers) if layers <= MOST_LABELLED else sorted({*range(0, layers, 4), *chosen}))
+    left.set_yticks(range(layers) if layers <= MOST_LABELED else sorted({*range(0, layers, 4), *chosen}))
     for label in left.get_yticklabels():
         if int(label.get_text()) in chosen:
             label.set(color=MARK, fontweight="bold")
@@ -73,9 +73,9 @@ def save_figure(figure: Figure, path: str | Path) -> None:
     write_bytes(path, picture.getvalue())
 
 
-def _heat_map(figure: Figure, axes, title: str, colours: str, values: list[list[float]], chosen: Sequence[int]) -> None:
+def _heat_map(figure: Figure, axes, title: str, colors: str, values: list[list[float]], chosen: Sequence[int]) -> None:
     logs = [[math.log10(value) for value in row] for row in values]
-    image = axes.imshow(logs, aspect="auto", interpolation="nearest", cmap=colours)
+    image = axes.imshow(logs, aspect="auto", interpolation="nearest", cmap=colors)
     axes.set_title(f"log10 {title}; layer means at the side", fontsize=8, color=INK)
     axes.set_xlabel("head", color=INK)
     if len(logs[0]) <= 24:
@@ -89,5 +89,5 @@ def _heat_map(figure: Figure, axes, title: str, colours: str, values: list[list[
 
 def _layer_means(axes, heads: int, means: list[float], chosen: Sequence[int]) -> None:
     for layer, mean in enumerate(means):
-        weight, colour = ("bold", MARK) if layer in chosen else ("normal", INK)
-        axes.text(heads - 0.35, layer, f"{mean:.3g}", va="center", fontsize=7, color=colour, fontweight=weight)
+        weight, color = ("bold", MARK) if layer in chosen else ("normal", INK)
+        axes.text(heads - 0.35, layer, f"{mean:.3g}", va="center", fontsize=7, color=color, fontweight=weight)

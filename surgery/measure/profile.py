@@ -52,7 +52,7 @@ class LayerCalibration(StrictPart):
 
 
 class LayerProfile(StrictPart):
-    """One layer: rate in nats a token and window in tokens, per head and as the mean over heads."""
+    """One layer: rate in nats per token and window in tokens, per head and as the mean over heads."""
 
     layer: Annotated[int, Field(ge=0)]
     swapped: bool = False

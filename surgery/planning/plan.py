@@ -14,6 +14,7 @@ from ...base.files import write_text
 from ...base.schemas import StrictModel, current_version, dump_yaml, option_name, read_model, validate_model
 from ...mixers.geometry import SCALE_FORMS, GateSpec
 from ..measure.profile import Profile
+from .inits import DEFAULT_INIT, INITS, is_calibrated
 from .strategies import DEFAULT_RULE, RULES, check_rule, choose_layers
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ EXPLICIT = "explicit"
 DEFAULT_LAYERS = 8
 _MOST_DIGITS = 9
 DEFAULT_STRENGTH = 0.1
-DEFAULT_FORMS = {"identity": "abs", "calibrated": "abs", "paper": "softplus"}
 OPTIONS = ("layers", "rule", "init", "strength", "beta_rank", "beta_groups", "seed")
 """Keys that the command line has an option for."""
 Whole = Annotated[int, Field(strict=True)]
@@ -34,8 +34,8 @@ HEADER = """\
 # Which layers of {source} become Palimpsa-M, and how they start. Edit it by hand as you like.
 #   layers           numbers from 0, without those that are swapped already
 #   rule             how they were chosen ({rules}), or "explicit"
-#   init             identity: the same logits as the source; calibrated: the same output scale of each head at a mean
-#                    importance growth of `strength`; paper: the random start of the paper
+#   init             what the swapped layers keep of the source at first:
+{inits}
 #   beta_rank        rank R of the importance gate; beta_groups: importances per head, a divisor of head_dim
 #   beta_scale_form  abs or softplus; train_prior: whether fine-tuning moves the prior; seed: of the random parts
 """
@@ -54,7 +54,7 @@ class Plan(StrictModel):
     fingerprint: str
     rule: str = EXPLICIT
     layers: Annotated[tuple[Index, ...], Field(min_length=1)]
-    init: Literal["identity", "calibrated", "paper"] = "identity"
+    init: Literal[tuple(INITS)] = DEFAULT_INIT
     strength: Annotated[Annotated[float, Field(gt=0, le=10, strict=True)] | None, Field(validate_default=True)] = None
     beta_rank: Annotated[Whole, Field(ge=1)]
     beta_groups: Annotated[Whole, Field(ge=1)]
@@ -82,17 +82,19 @@ class Plan(StrictModel):
     @classmethod
     def _of_the_calibrated_start(cls, strength: float | None, others: ValidationInfo) -> float | None:
         init = others.data.get("init")
-        if init == "calibrated" and strength is None:
-            raise ValueError(f"is missing; init calibrated needs it, for example {DEFAULT_STRENGTH}")
-        if init not in ("calibrated", None) and strength is not None:
-            raise ValueError(f"belongs to init calibrated, not to {init}; leave it out, or make it null in a plan")
+        if is_calibrated(init) and strength is None:
+            raise ValueError(f"is missing; init {init} needs it, for example {DEFAULT_STRENGTH}")
+        if init is not None and not is_calibrated(init) and strength is not None:
+            able = " or ".join(filter(is_calibrated, INITS))
+            raise ValueError(f"belongs to init {able}, not to {init}; leave it out, or make it null in a plan")
         return strength
 
     @field_validator("beta_scale_form")
     @classmethod
     def _has_a_gradient(cls, form: str, others: ValidationInfo) -> str:
-        if form == "softplus" and others.data.get("init") == "identity":
-            raise ValueError("is softplus, but init identity needs abs: a softplus that small has no gradient left")
+        init = others.data.get("init")
+        if form == "softplus" and init is not None and INITS[init].exact:
+            raise ValueError(f"is softplus, but init {init} needs abs: a softplus that small has no gradient left")
         return form
 
     @model_validator(mode="after")
@@ -184,7 +186,7 @@ def make_plan(
     *,
     layers: int | Sequence[int] = DEFAULT_LAYERS,
     rule: str = DEFAULT_RULE,
-    init: str = "identity",
+    init: str = DEFAULT_INIT,
     strength: float | None = None,
     beta_rank: int | None = None,
     beta_groups: int | None = None,
@@ -199,10 +201,10 @@ def make_plan(
         profile: its profile; needed when `layers` is a count.
         layers: a count for `rule`, or the layers themselves (then `rule` is not used).
         rule: a key of `strategies.RULES`.
-        init: `identity`, `calibrated` or `paper`.
+        init: a key of `INITS`.
         strength: mean importance growth of the calibrated start, `DEFAULT_STRENGTH` when None.
         beta_rank, beta_groups, beta_scale_form, train_prior: as in `GateSpec.complete`; by default a converted
-            source's own, and the scale form by start: `abs` (identity, calibrated) or `softplus` (paper).
+            source's own, and the scale form by `INITS`.
         seed: of random draws: the rule `random`, and the starts.
 
     Raises:
@@ -223,12 +225,12 @@ def make_plan(
         for fault in _bad_layers(layers, checkpoint):
             raise UsageError(f"--layers: {fault}")
         rule, reasons = EXPLICIT, {layer: _asked_for(profile, layer) for layer in layers}
-    if init == "calibrated" and strength is None:
+    if is_calibrated(init) and strength is None:
         strength = DEFAULT_STRENGTH
     said = (beta_rank, beta_groups, beta_scale_form, train_prior)
     gate = {key: value for key, value in zip(GateSpec.KEYS, said, strict=True) if value is not None}
     inherited = checkpoint.config.gate.keys() if checkpoint.palimpsa_layers else {}
-    usual = inherited or {"beta_scale_form": DEFAULT_FORMS.get(init)}
+    usual = inherited or {"beta_scale_form": INITS[init].scale_form if init in INITS else None}
     geometry = next(iter(checkpoint.sites.values())).geometry
     values = {
         "source": checkpoint.source_id,
@@ -253,8 +255,9 @@ def _asked_for(profile: Profile | None, layer: int) -> str:
 
 
 def write_plan(plan: Plan, path: str | Path) -> None:
-    """Writes plan.yaml, with a head that explains its keys."""
-    write_text(path, HEADER.format(source=plan.source, rules=", ".join(RULES)) + dump_yaml(plan))
+    """Writes plan.yaml, with a heading that explains its keys."""
+    inits = "\n".join(f"#     {name:<14} {init.meaning.format(strength='`strength`')}" for name, init in INITS.items())
+    write_text(path, HEADER.format(source=plan.source, rules=", ".join(RULES), inits=inits) + dump_yaml(plan))
 
 
 def read_plan(path: str | Path) -> Plan:

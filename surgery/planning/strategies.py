@@ -43,7 +43,7 @@ def by_window(layers: list[LayerProfile], seed: int) -> Ranking:
 
 def by_rate(layers: list[LayerProfile], seed: int) -> Ranking:
     """Smallest mean forget rate first."""
-    return _ranked(layers, lambda layer: layer.rate, "rate {rate:.4g} nats a token, {rank} of {total} by rate")
+    return _ranked(layers, lambda layer: layer.rate, "rate {rate:.4g} nats per token, {rank} of {total} by rate")
 
 
 def by_strongest(layers: list[LayerProfile], seed: int) -> Ranking:

@@ -11,7 +11,7 @@ NAMES = ("q", "k", "v", "beta", "log_decay", "prior", "M0", "J0")
 
 
 def _problem(T, *, B=1, H=4, P=8, N=6, G=2, g=8, rows=None, decays=(-8.0, 4.0), dtype=torch.float64, seed=0):
-    """Inputs of a scan; decays are spread evenly over powers of ten of nats a token."""
+    """Inputs of a scan; decays are spread evenly over powers of ten of nats per token."""
     r = torch.Generator().manual_seed(seed)
 
     def randn(*shape):

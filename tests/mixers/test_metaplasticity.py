@@ -69,7 +69,7 @@ def test_abs_form_reaches_exact_zero_and_moves_from_a_tiny_value(gate):
 
 @pytest.mark.parametrize("form", ["abs", "softplus"])
 @pytest.mark.parametrize("value", [-1e4, -3.0, 0.0, 3.0, 1e4])
-def test_importance_never_reaches_zero_whatever_the_optimiser_does(gate, form, value):
+def test_importance_never_reaches_zero_whatever_the_optimizer_does(gate, form, value):
     module = gate(beta_scale_form=form)
     with torch.no_grad():
         module.beta_scale.fill_(value)
@@ -138,11 +138,11 @@ def test_identity_start_is_exact_enough_and_all_new_parameters_move(lively_model
         assert rel(model(ids).logits, source) < 1e-4
     down = [module.beta_down.weight.detach().clone() for module in gates]
     new = [parameter for module in gates for parameter in module.parameters()]
-    optimiser = torch.optim.Adam(new, lr=1e-3)
+    optimizer = torch.optim.Adam(new, lr=1e-3)
     for _ in range(50):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         model(ids, labels=ids).loss.backward()
-        optimiser.step()
+        optimizer.step()
     for module, start in zip(gates, down, strict=True):
         assert module.scale().max() > 1e-4
         assert (module.beta_down.weight - start).abs().max() > 1e-3

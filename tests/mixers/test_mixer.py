@@ -103,7 +103,7 @@ def test_step_size_is_softplus_within_its_limits(tiny_config, limit, rel):
     assert rel(mixer.step_size(raw), expected) < 1e-12
 
 
-def test_initialisation_bounds_of_the_step_do_not_limit_it(tiny_config):
+def test_initialization_bounds_of_the_step_do_not_limit_it(tiny_config):
     mixer = Mamba2Mixer(tiny_config(time_step_min=0.001, time_step_max=0.1).mixer_geometry())
     assert mixer.step_size(torch.full((1, 1, 6), 5.0)).min() > 1.0
 

@@ -32,10 +32,10 @@ def text(tmp_path_factory):
 
 @pytest.fixture
 def interrupted(monkeypatch):
-    """A function: `finetune` with these arguments, ended by Ctrl-C when `step` optimiser steps are done."""
+    """A function: `finetune` with these arguments, ended by Ctrl-C when `step` optimizer steps are done."""
 
     def run(step, *arguments):
-        original = loop.optimiser_step
+        original = loop.optimizer_step
 
         def stop(training, now):
             if now == step:
@@ -43,7 +43,7 @@ def interrupted(monkeypatch):
             return original(training, now)
 
         with monkeypatch.context() as patch:
-            patch.setattr(loop, "optimiser_step", stop)
+            patch.setattr(loop, "optimizer_step", stop)
             with pytest.raises(KeyboardInterrupt):
                 finetune(*arguments)
 

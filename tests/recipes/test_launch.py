@@ -155,7 +155,7 @@ def test_a_sharded_model_trains_resumes_and_is_saved_as_one(model_folder, consta
     found = load_file(out / "final" / "model.safetensors")
     for name, tensor in load_file(one.final / "model.safetensors").items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5, msg=name)  # fp32, in another order
-    for step in (1, 2, 3):  # each was written after a validation, and holds the optimiser's state of every parameter
+    for step in (1, 2, 3):  # each was written after a validation, and holds the optimizer's state of every parameter
         stored = [
             load_file(run / "checkpoints" / f"step-{step}" / "training.safetensors") for run in (tmp_path / "one", out)
         ]

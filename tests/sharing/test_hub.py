@@ -33,7 +33,7 @@ def server(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A converted model whose source has a licence; layer 1 is swapped."""
+    """A converted model whose source has a license; layer 1 is swapped."""
     folder = tmp_path_factory.mktemp("hub")
     pico.write_mamba_ssm(folder / "source", tied=False)
     (folder / "source" / "README.md").write_text(

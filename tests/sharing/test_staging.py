@@ -202,7 +202,7 @@ def test_the_card_says_what_the_model_is(model, staging):
     card = ModelCard.load(staging / "README.md")
     assert MARKER in card.text
     assert (card.data.license, card.data.base_model) == (None, None), "nothing is invented"
-    assert "names no licence" in card.text
+    assert "names no license" in card.text
     assert "| 0 |" in card.text
     assert "| 2 |" in card.text
     assert "(profile.png)" in card.text

@@ -8,7 +8,7 @@ from .suite import EvalOptions, EvalText, Measurement, Subject, SuiteResult
 
 
 def run(subject: Subject, text: EvalText, options: EvalOptions) -> SuiteResult:
-    """Mean next-token loss over windows of each length, in nats a token, and its exponential."""
+    """Mean next-token loss over windows of each length, in nats per token, and its exponential."""
     found, notes = [], []
     for length in options.lengths:
         notes += text.shortfall(length)

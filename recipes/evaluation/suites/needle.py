@@ -81,7 +81,7 @@ def draw(rows: Sequence, names: Sequence[str], path: Path) -> None:
     lengths = sorted({row.at["length"] for row in rows})
     depths = sorted({row.at["depth"] for row in rows})
     grids = []
-    for kind, colours, limits in (("accuracy", "viridis", (0.0, 1.0)), ("key loss", "magma_r", None)):
+    for kind, colors, limits in (("accuracy", "viridis", (0.0, 1.0)), ("key loss", "magma_r", None)):
         line = []
         for index, name in enumerate(names):
             values = np.full((len(depths), len(lengths)), np.nan)
@@ -89,5 +89,5 @@ def draw(rows: Sequence, names: Sequence[str], path: Path) -> None:
                 if row.name == kind:
                     values[depths.index(row.at["depth"]), lengths.index(row.at["length"])] = row.figures[index].value
             line.append((f"{name}: {'accuracy' if kind == 'accuracy' else 'loss of the key (nats)'}", values))
-        grids.append((colours, limits, line))
+        grids.append((colors, limits, line))
     draw_grids(path, grids, title="Needle", x=("length (tokens)", lengths), y=("depth", [f"{d:.0%}" for d in depths]))

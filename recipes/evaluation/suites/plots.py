@@ -13,12 +13,12 @@ from matplotlib.ticker import MaxNLocator
 
 from ....surgery.measure.plots import save_figure
 
-INK, GREY = "#1a1a1a", "#8a8a8a"
-COLOURS = ("#d62728", "#1f77b4")
+INK, GRAY = "#1a1a1a", "#8a8a8a"
+COLORS = ("#d62728", "#1f77b4")
 """Of the model, and of the one it is compared with."""
 _DASHES = ("-", "--", ":", "-.")
 _MARKS = ("o", "s", "^", "D")
-_MOST_CELLS_LABELLED = 150
+_MOST_CELLS_LABELED = 150
 _LOG_FROM = 10
 """A logarithmic axis from this ratio of highest to lowest on: below, its ticks say little."""
 _FLAT = 0.01
@@ -32,7 +32,7 @@ class Line(NamedTuple):
     x: Sequence[float]
     y: Sequence[float]
     error: Sequence[float]
-    colour: int | None = -1
+    color: int | None = -1
     dash: int = 0
 
     @classmethod
@@ -65,21 +65,21 @@ def draw_lines(
     top.set_title(title, fontsize=10, color=INK)
     if differences:
         below = panels[1, 0]
-        below.axhline(0, color=GREY, linewidth=0.8)
-        _plot(below, [line._replace(colour=0) for line in differences], "difference", log_x)
+        below.axhline(0, color=GRAY, linewidth=0.8)
+        _plot(below, [line._replace(color=0) for line in differences], "difference", log_x)
     panels[-1, 0].set_xlabel(x, color=INK)
     save_figure(figure, path)
 
 
 def _plot(axes, lines: Sequence[Line], y: str, log_x: bool) -> None:
     for index, line in enumerate(lines):
-        number = index if line.colour == -1 else line.colour
-        colour = GREY if number is None else COLOURS[number % len(COLOURS)]
+        number = index if line.color == -1 else line.color
+        color = GRAY if number is None else COLORS[number % len(COLORS)]
         style = {"linestyle": _DASHES[line.dash % 4], "linewidth": 1.5 if number is not None else 0.9}
         marker = _MARKS[line.dash % 4] if number is not None else None
         values, errors = np.asarray(line.y), np.nan_to_num(np.asarray(line.error, dtype=float))
-        axes.plot(line.x, values, color=colour, marker=marker, markersize=4, label=line.label, **style)
-        axes.fill_between(line.x, values - errors, values + errors, color=colour, alpha=0.18, linewidth=0)
+        axes.plot(line.x, values, color=color, marker=marker, markersize=4, label=line.label, **style)
+        axes.fill_between(line.x, values - errors, values + errors, color=color, alpha=0.18, linewidth=0)
     if log_x:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else "")
@@ -98,18 +98,18 @@ def draw_grids(
     x: tuple[str, Sequence[Any]],
     y: tuple[str, Sequence[Any]],
 ) -> None:
-    """Grids of numbers, one row of panels for each kind: (colour map, limits or None, [(panel title, values)]).
+    """Grids of numbers, one row of panels for each kind: (color map, limits or None, [(panel title, values)]).
 
-    Panels of a row share their colours, so that models can be compared by eye.
+    Panels of a row share their colors, so that models can be compared by eye.
     """
     columns = max(len(panels) for _, _, panels in rows)
     width = max(4.2, 0.75 * len(x[1]) + 2.2) * columns
     figure = Figure(figsize=(width, 2.9 * len(rows) + 0.3), dpi=110, facecolor="white", layout="constrained")
     places = figure.subplots(len(rows), columns, squeeze=False)
-    for line, (colours, limits, panels) in zip(places, rows, strict=True):
+    for line, (colors, limits, panels) in zip(places, rows, strict=True):
         low, high = limits or _limits([values for _, values in panels])
         for axes, (name, values) in zip(line, panels, strict=True):
-            image = axes.imshow(values, aspect="auto", cmap=colours, vmin=low, vmax=high, interpolation="nearest")
+            image = axes.imshow(values, aspect="auto", cmap=colors, vmin=low, vmax=high, interpolation="nearest")
             axes.set_title(name, fontsize=9, color=INK)
             axes.set_xticks(range(len(x[1])), [f"{v:,}" if isinstance(v, int) else str(v) for v in x[1]])
             axes.set_yticks(range(len(y[1])), [str(v) for v in y[1]])
@@ -132,7 +132,7 @@ def _plain_axis(axes, values: Sequence[float]) -> None:
 
 
 def _label_cells(axes, image, values: np.ndarray) -> None:
-    if values.size > _MOST_CELLS_LABELLED:
+    if values.size > _MOST_CELLS_LABELED:
         return
     for row, column in np.ndindex(values.shape):
         if math.isfinite(values[row, column]):

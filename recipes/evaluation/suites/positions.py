@@ -50,7 +50,7 @@ def draw(rows: Sequence, names: Sequence[str], path: Path) -> None:
         lines,
         title="Loss by position",
         x="tokens before the target",
-        y="loss (nats a token)",
+        y="loss (nats per token)",
         log_x=True,
         differences=changes,
     )

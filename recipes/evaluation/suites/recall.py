@@ -79,9 +79,9 @@ def draw(rows: Sequence, names: Sequence[str], path: Path) -> None:
         distances = [row.at["distance"] + 1 for row in these]
         for index, name in enumerate(names):
             line = Line.of(f"{name}, {pairs} pairs", distances, [row.figures[index] for row in these])
-            lines.append(line._replace(colour=index, dash=shade))
+            lines.append(line._replace(color=index, dash=shade))
         chance = [Figure(row.chance, None) for row in these]
-        lines.append(Line.of("guessing" if not shade else None, distances, chance)._replace(colour=None, dash=shade))
+        lines.append(Line.of("guessing" if not shade else None, distances, chance)._replace(color=None, dash=shade))
     draw_lines(
         path,
         lines,

@@ -18,7 +18,7 @@ _PROMPT = 64
 
 
 def run(subject: Subject, text: EvalText, options: EvalOptions) -> SuiteResult:
-    """Tokens a second, each timed `repeats` times after a warm-up; samples are timings.
+    """Tokens per second, each timed `repeats` times after a warm-up; samples are timings.
 
     Prefill of each length ends with the logits of the last token. Decoding is the model's forward pass for one token
     after the other, the likeliest one, without what `generate` adds. On a GPU the peak of memory during the longest

@@ -96,7 +96,7 @@ def test_packed_documents_equal_separate_ones(lengths):
         assert torch.allclose(a, b, rtol=1e-11, atol=1e-11)
 
 
-def test_a_document_sees_nothing_of_its_neighbours():
+def test_a_document_sees_nothing_of_its_neighbors():
     x, weight, bias, _ = inputs(10, batch=1)
     cu = torch.tensor([0, 4, 10])
     clean, _ = causal_conv(x, weight, bias, cu_seqlens=cu)

@@ -26,7 +26,7 @@ def compare(relative, got, want, forward, backward):
 
 @pytest.mark.parametrize("T", LENGTHS)
 def test_equals_the_reference_at_every_length_with_all_decays_mixed(backend, problem, cast, relative, results, T):
-    """Decays from 1e-8 to 1e4 nats a token, carried states, variance, chunk borders inside the sequence."""
+    """Decays from 1e-8 to 1e4 nats per token, carried states, variance, chunk borders inside the sequence."""
     p = problem(T, H=2, P=4, N=5, G=1, g=4, seed=T)
     want = results(p, "reference")
     compare(relative, results(p, backend, chunk_size=64), want, FP64, FP64)
@@ -134,7 +134,7 @@ DOCUMENTS = [[70], [1] * 12, [1, 0, 63, 2, 64], [17, 16, 15, 1, 33], [0, 5, 0]]
 @pytest.mark.parametrize("lengths", DOCUMENTS, ids=str)
 @pytest.mark.parametrize("g", [1, 8])
 def test_packed_documents_equal_separate_ones(backend, problem, relative, results, lengths, g):
-    """The oracle runs them one by one: outputs, final states and every gradient, an initial state a document."""
+    """The oracle runs them one by one: outputs, final states and every gradient, an initial state per document."""
     p = problem(sum(lengths), rows=len(lengths), g=g)
     cu = torch.tensor([0, *lengths]).cumsum(0)
     want = results(p, "reference", cu_seqlens=cu)
@@ -155,7 +155,7 @@ def test_packed_documents_equal_separate_calls_to_rounding(backend, problem):
         assert torch.allclose(packed.state.M[i], alone.state.M[0], rtol=1e-5, atol=1e-6)
 
 
-def test_a_document_sees_nothing_of_its_neighbours(backend, problem):
+def test_a_document_sees_nothing_of_its_neighbors(backend, problem):
     p = problem(30, dtype=torch.float32)
     cu = torch.tensor([0, 11, 30])
     args = [x.clone() for x in (p.q, p.k, p.v, p.beta, p.log_decay)]

@@ -98,9 +98,9 @@ CASES = {
     "narrow": {"B": 1, "T": 97, "H": 3, "P": 32, "N": 64},
     "wide": {"B": 1, "T": 65, "H": 2, "P": 96, "N": 128},
     "one token": {"B": 1, "T": 1, "H": 2, "P": 64, "N": 128, "steep": False},
-    "few channels a beta": {"B": 1, "T": 70, "H": 2, "P": 64, "N": 128, "g": 16},
-    "many channels a beta": {"B": 2, "T": 200, "H": 4, "P": 64, "N": 128, "g": 4, "G": 2},
-    "one beta a head": {"B": 2, "T": 200, "H": 4, "P": 64, "N": 128, "g": 1},
+    "few channels per beta": {"B": 1, "T": 70, "H": 2, "P": 64, "N": 128, "g": 16},
+    "many channels per beta": {"B": 2, "T": 200, "H": 4, "P": 64, "N": 128, "g": 4, "G": 2},
+    "one beta per head": {"B": 2, "T": 200, "H": 4, "P": 64, "N": 128, "g": 1},
     "half precision": {"B": 1, "T": 70, "H": 2, "P": 64, "N": 128, "dtype": torch.float16},
 }
 
@@ -113,7 +113,7 @@ class TestNumbers:
     def test_equals_the_reference(self, case, backend):
         inputs, state = make_inputs(**CASES[case])
         found = errors(run(backend, inputs, state), run("reference", inputs, state, torch.float64))
-        failed = too_large(found, shared=case in ("many channels a beta", "one beta a head"))
+        failed = too_large(found, shared=case in ("many channels per beta", "one beta per head"))
         assert not failed, failed
 
     @pytest.mark.parametrize("backend", ["gluon", "triton"])

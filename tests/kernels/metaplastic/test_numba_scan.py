@@ -17,8 +17,8 @@ SHAPES = {
     "one head, cut into ranges of channels": {"H": 1, "G": 1, "P": 32, "g": 32},
     "more heads than shares": {"H": 19, "G": 1, "P": 2, "g": 2},
     "groups of heads": {"H": 6, "G": 3, "P": 8, "g": 8},
-    "one beta a head": {"H": 4, "G": 2, "P": 8, "g": 1},
-    "two betas a head, more keys than one vector": {"H": 2, "G": 1, "P": 8, "g": 2, "N": 40},
+    "one beta per head": {"H": 4, "G": 2, "P": 8, "g": 1},
+    "two betas per head, more keys than one vector": {"H": 2, "G": 1, "P": 8, "g": 2, "N": 40},
 }
 
 

@@ -20,7 +20,7 @@ NAMES = ("x", "dt", "A", "B", "C", "state")
 
 
 def inputs(T, *, batch=2, H=4, P=6, N=5, G=2, rows=None, decays=(-8, 4), seed=0):
-    """fp64; A dt is spread evenly over powers of ten of nats a token."""
+    """fp64; A dt is spread evenly over powers of ten of nats per token."""
     r = torch.Generator().manual_seed(seed)
     nats = 10 ** (decays[0] + (decays[1] - decays[0]) * torch.rand(batch, T, H, generator=r, dtype=torch.float64))
     A = -0.1 - torch.rand(H, generator=r, dtype=torch.float64)
@@ -275,7 +275,7 @@ def stand_in(monkeypatch, package):
 
     def update(state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False):
         assert (dt.shape, A.shape, dt_bias.shape) == (x.shape, (*x.shape[1:], B.shape[-1]), x.shape[1:])
-        assert A.stride(-1) == A.stride(-2) == dt.stride(-1) == dt_bias.stride(-1) == 0  # one decay a head
+        assert A.stride(-1) == A.stride(-2) == dt.stride(-1) == dt_bias.stride(-1) == 0  # one decay per head
         assert D.shape == dt_bias.shape  # it reads the strides of both, given or not
         assert not dt_bias.any()
         assert not D.any()

@@ -39,8 +39,8 @@ def test_the_same_seed_gives_the_same_model(tiny_config):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_filled_parameters_are_left_alone_when_a_neighbour_is_missing(lively_model):
-    """transformers initialises a module as soon as one of its parameters was not in the checkpoint."""
+def test_filled_parameters_are_left_alone_when_a_neighbor_is_missing(lively_model):
+    """transformers initializes a module as soon as one of its parameters was not in the checkpoint."""
     model = lively_model()
     mixer = model.backbone.layers[0].mixer
     before = {name: p.detach().clone() for name, p in mixer.named_parameters()}

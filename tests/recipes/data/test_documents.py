@@ -27,8 +27,8 @@ def text(tmp_path):
 
 def counted(monkeypatch):
     calls = []
-    original = data._tokenise
-    monkeypatch.setattr(data, "_tokenise", lambda *args, **kwargs: (calls.append(1), original(*args, **kwargs)))
+    original = data._tokenize
+    monkeypatch.setattr(data, "_tokenize", lambda *args, **kwargs: (calls.append(1), original(*args, **kwargs)))
     return calls
 
 
@@ -40,7 +40,7 @@ def test_tokens_are_those_of_the_tokenizer(text, tokenizer, tmp_path):
     assert store.tokens.dtype == np.uint16
 
 
-def test_the_same_text_is_tokenised_once(text, tokenizer, tmp_path, monkeypatch):
+def test_the_same_text_is_tokenized_once(text, tokenizer, tmp_path, monkeypatch):
     calls = counted(monkeypatch)
     first = open_text(text, tokenizer, cache=tmp_path / "cache")
     packed = tmp_path / "elsewhere" / text.name
@@ -55,7 +55,7 @@ def test_a_cache_that_cannot_be_written_names_the_variable(text, tokenizer, tmp_
     monkeypatch.delenv("PALIMPSA_CACHE", raising=False)
     monkeypatch.setenv(setting, str(text / "below-a-file"))
     with pytest.raises(
-        OutputError, match=r"tokens: the tokenised text cannot be written there .*PALIMPSA_CACHE or data"
+        OutputError, match=r"tokens: the tokenized text cannot be written there .*PALIMPSA_CACHE or data"
     ):
         open_text(text, tokenizer)
 
@@ -96,7 +96,7 @@ def test_reading_stops_at_the_document_that_reaches_the_limit(limit, documents, 
     assert (part.tokens == whole.tokens[: len(part.tokens)]).all()
 
 
-def test_a_killed_tokenising_leaves_no_cache(text, tokenizer, tmp_path, monkeypatch):
+def test_a_killed_tokenizing_leaves_no_cache(text, tokenizer, tmp_path, monkeypatch):
     def stop(*args):
         raise KeyboardInterrupt
 

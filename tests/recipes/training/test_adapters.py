@@ -330,7 +330,7 @@ def test_without_peft_the_message_says_what_to_install(model, monkeypatch):
 
 @pytest.fixture
 def bitsandbytes(monkeypatch):
-    """Stands in for the package, which needs a GPU: remembers what it was asked to quantise."""
+    """Stands in for the package, which needs a GPU: remembers what it was asked to quantize."""
 
     class Params4bit(torch.nn.Parameter):
         def __new__(cls, data, requires_grad=True, quant_type=None):
@@ -349,9 +349,9 @@ def bitsandbytes(monkeypatch):
     return module
 
 
-def test_only_input_projections_are_quantised(bitsandbytes, model):
+def test_only_input_projections_are_quantized(bitsandbytes, model):
     before = model(input_ids=IDS).logits
-    modes.quantise_frozen(model)
+    modes.quantize_frozen(model)
     short = {name for name, module in model.named_modules() if isinstance(module, bitsandbytes.Linear4bit)}
     assert short == {f"backbone.layers.{layer}.mixer.in_proj" for layer in (0, 1)}
     assert not any(model.get_submodule(name).weight.requires_grad for name in short)
@@ -362,4 +362,4 @@ def test_without_bitsandbytes_the_message_says_so(model, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "bitsandbytes.nn", None)
     with pytest.raises(UsageError, match=r"needs the package bitsandbytes, .*install palimpsa-surgery\[qlora\]"):
-        modes.quantise_frozen(model)
+        modes.quantize_frozen(model)

@@ -104,9 +104,9 @@ def lines_of_watched_files(see: Callable[[FrameType], None]) -> Callable:
 def die_at(step: int, line: int, witness: Path) -> None:
     """The process will die `line` watched lines after the start of `step`, or of the first step after it; where that
     was is written down."""
-    begun, counter, original = [], itertools.count(), loop.optimiser_step
+    begun, counter, original = [], itertools.count(), loop.optimizer_step
 
-    def optimiser_step(run, now):
+    def optimizer_step(run, now):
         if now >= step:
             begun.append(now)
         return original(run, now)
@@ -117,7 +117,7 @@ def die_at(step: int, line: int, witness: Path) -> None:
                 stream.write(f"{begun[0]} {Path(frame.f_code.co_filename).name}:{frame.f_lineno}\n")
             die()
 
-    loop.optimiser_step = optimiser_step
+    loop.optimizer_step = optimizer_step
     sys.settrace(lines_of_watched_files(see))
 
 
@@ -202,14 +202,14 @@ def in_the_middle_of_pruning(name: str, first: str) -> None:
 
 
 def between_two_steps(name: str) -> None:
-    step = loop.optimiser_step
+    step = loop.optimizer_step
 
     def stop(run, now):
         if now == int(name.removeprefix("step-")):
             die()
         return step(run, now)
 
-    loop.optimiser_step = stop
+    loop.optimizer_step = stop
 
 
 def in_the_middle_of_the_final_save(name: str) -> None:

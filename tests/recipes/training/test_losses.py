@@ -51,7 +51,7 @@ def test_the_loss_is_that_of_the_models_own_forward(model):
 
 
 class Int8Head(torch.nn.Linear):
-    """Stands in for the quantised layers of other packages: whole numbers and a scale."""
+    """Stands in for the quantized layers of other packages: whole numbers and a scale."""
 
     def __init__(self, source):
         super().__init__(source.in_features, source.out_features, bias=False)
@@ -62,7 +62,7 @@ class Int8Head(torch.nn.Linear):
         return functional.linear(hidden, self.weight.to(hidden.dtype) * self.scale)
 
 
-def test_a_quantised_head_casts_by_itself(model):
+def test_a_quantized_head_casts_by_itself(model):
     ids, targets = batch()
     plain, exact = model(input_ids=ids).logits.detach(), CausalLoss(model)(ids, targets).detach()
     model.lm_head = Int8Head(model.lm_head)

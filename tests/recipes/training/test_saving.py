@@ -9,7 +9,7 @@ from palimpsa_surgery.surgery.conversion.card import MARKER
 
 
 @pytest.mark.parametrize("write", [pico.write_mamba_ssm, pico.write_hf])
-def test_a_plain_source_keeps_its_licence_in_a_card_of_ours(tmp_path, write):
+def test_a_plain_source_keeps_its_license_in_a_card_of_ours(tmp_path, write):
     write(tmp_path / "source")
     (tmp_path / "source" / "README.md").write_text("---\nlicense: apache-2.0\nbase_model: bob/base\n---\nits words\n")
     checkpoint = open_checkpoint(tmp_path / "source")

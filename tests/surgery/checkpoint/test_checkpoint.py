@@ -230,7 +230,7 @@ def test_both_spellings_with_different_values_are_refused(tmp_path):
 # What lies beside the weights.
 
 
-def test_licence_base_model_generation_config_and_tokenizer_come_along(tmp_path):
+def test_license_base_model_generation_config_and_tokenizer_come_along(tmp_path):
     pico.write_hf(tmp_path)
     (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\nbase_model:\n- org/base\n---\n# A model\n")
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 0}')
@@ -252,7 +252,7 @@ def test_licence_base_model_generation_config_and_tokenizer_come_along(tmp_path)
         f"---\nlicense: {'[' * 5000}\n---\n",
     ],
 )
-def test_a_licence_is_never_invented(tmp_path, card):
+def test_a_license_is_never_invented(tmp_path, card):
     pico.write_hf(tmp_path)
     if card is not None:
         (tmp_path / "README.md").write_text(card)

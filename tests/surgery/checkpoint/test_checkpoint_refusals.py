@@ -77,7 +77,7 @@ def test_variants_of_mamba_ssm_are_refused_by_name(tmp_path, changes, match):
         ({"n_groups": 3}, "3 groups do not divide 4 heads"),
         ({"hidden_act": "gelu"}, "hidden_act: is 'gelu', only silu"),
         ({"model_type": "bamba"}, "model_type: is 'bamba', expected mamba2"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config: the weights are quantised"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: the weights are quantized"),
         ({"time_step_limit": 3}, "time_step_limit: is 3, expected two numbers"),
         ({"hidden_size": None}, "is no Mamba2 config, expected .* hidden_size and num_hidden_layers"),
     ],
@@ -274,14 +274,14 @@ def test_nothing_in_common_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "backbone.embeddings.weight", "backbone.norm_f.weight"])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
-def test_quantised_weights_are_refused_by_name(tmp_path, name, dtype):
-    def quantise(tensors):
+def test_quantized_weights_are_refused_by_name(tmp_path, name, dtype):
+    def quantize(tensors):
         tensors[name] = tensors[name].to(dtype)
         tensors[f"{name}_scale"] = torch.ones(1)
 
-    pico.write_hf(tmp_path, edit=quantise, tied=False)
+    pico.write_hf(tmp_path, edit=quantize, tied=False)
     kind = str(dtype).removeprefix("torch.")
-    refused(tmp_path, f"{name} is stored as {kind}, expected weights in float32, .* before it was quantised")
+    refused(tmp_path, f"{name} is stored as {kind}, expected weights in float32, .* before it was quantized")
 
 
 # Files.

@@ -1,4 +1,4 @@
-"""A source's licence, whatever its form, is in all that is made of the source: names in the card, texts beside it."""
+"""A source's license, whatever its form, is in all that is made of the source: names in the card, texts beside it."""
 
 import pico
 import pytest

@@ -43,7 +43,7 @@ def test_a_state_dict_one_level_down(tmp_path, key):
         (torch.zeros(2), "holds a Tensor, expected a table of tensors"),
         ({"a": torch.zeros(2), "epoch": 3}, "entry 'epoch' is of type int, expected a tensor"),
         ({3: torch.zeros(2)}, "entry 3 is of type Tensor"),
-        ({"a": torch.eye(2).to_sparse()}, "tensor a is sparse, quantised or without data"),
+        ({"a": torch.eye(2).to_sparse()}, "tensor a is sparse, quantized or without data"),
     ],
 )
 def test_a_torch_file_of_anything_else_is_refused(tmp_path, content, match):
@@ -138,7 +138,7 @@ def test_a_file_that_was_compressed_is_refused(tmp_path):
 
 
 def test_a_tensor_without_data_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="tensor a is sparse, quantised or without data"):
+    with pytest.raises(CheckpointError, match="tensor a is sparse, quantized or without data"):
         saved(tmp_path / "m.bin", torch.empty(3, device="meta"))
 
 

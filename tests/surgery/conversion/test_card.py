@@ -1,4 +1,4 @@
-"""The model card: facts of the report, licence and base model of the source alone, a user's own text kept."""
+"""The model card: facts of the report, license and base model of the source alone, a user's own text kept."""
 
 import pytest
 import yaml
@@ -30,7 +30,7 @@ def front_matter(card):
     return yaml.safe_load(card.split("---\n")[1])
 
 
-def test_licence_and_base_model_are_carried_over():
+def test_license_and_base_model_are_carried_over():
     values = front_matter(render_card(facts(license="apache-2.0", base_model="state-spaces/mamba2-2.7b")))
     assert (values["license"], values["base_model"]) == ("apache-2.0", "state-spaces/mamba2-2.7b")
 
@@ -38,7 +38,7 @@ def test_licence_and_base_model_are_carried_over():
 def test_what_the_source_does_not_say_is_not_invented():
     card = render_card(facts())
     assert not {"license", "base_model"} & set(front_matter(card))
-    assert "The source's card names no licence" in card
+    assert "The source's card names no license" in card
 
 
 def test_hub_metadata_names_library_and_task():
@@ -97,7 +97,7 @@ def test_a_card_with_the_marker_is_ours_and_one_without_is_kept(tmp_path):
     assert "tiny-palimpsa" in kept_readme(tmp_path)
 
 
-def test_another_licence_keeps_its_name_and_link():
+def test_another_license_keeps_its_name_and_link():
     card = render_card(facts(license="other", terms={"license_name": "odd", "license_link": "https://example.org/odd"}))
     assert front_matter(card)["license_link"] == "https://example.org/odd"
     assert "`other` (odd), carried over from the source. Its text: https://example.org/odd" in card

@@ -172,15 +172,15 @@ def test_identity_start_moves_within_fifty_steps(tmp_path, windows):
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     trained = [parameter.requires_grad_() for gate in gates for parameter in gate.parameters()]
-    optimiser = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.0)
     ids = torch.as_tensor(windows[0][:128]).view(2, 64)
     losses = []
     for _ in range(50):
         loss = model(input_ids=ids, labels=ids).loss
         losses.append(loss.item())
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
     assert losses[-1] < losses[0]
     for gate, old in zip(gates, before, strict=True):
         grown = gate.scale() / old["beta_scale"].abs()

@@ -141,7 +141,7 @@ def test_an_infinite_output_is_never_a_pass(pair):
     source, _, folder = pair
     paper = make_plan(source, layers=(1,), init="paper", beta_scale_form="abs")
     damage(folder, lambda tensors: tensors[MIXER + "metaplasticity.beta_down.weight"].fill_(3e38))
-    with pytest.raises(VerificationError, match="layer 1: not finite with the start paper"):
+    with pytest.raises(VerificationError, match="layer 1: not finite with the paper start"):
         check_layers(source, paper, folder)
 
 

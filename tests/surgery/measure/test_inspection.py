@@ -54,7 +54,7 @@ def test_static_figures_follow_from_the_two_tensors(tmp_path, limit):
         assert math.isclose(figures.static_window, sum(windows) / len(windows), rel_tol=1e-4)
 
 
-def test_it_is_strict_json_and_labelled_static(converted):
+def test_it_is_strict_json_and_labeled_static(converted):
     _, found = converted
     content = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert content["schema_version"] == 1
@@ -89,6 +89,6 @@ def test_a_bare_folder_says_what_is_absent(tmp_path):
     pico.write_mamba_ssm(tmp_path, tied=False, dtype=torch.float32)
     facts = dict(inspect_checkpoint(open_checkpoint(tmp_path)).rows())
     assert facts["tokenizer"] == "none in the folder"
-    assert facts["licence"] == "not stated"
+    assert facts["license"] == "not stated"
     assert facts["swapped layers"] == "none"
     assert "matrix of its own" in facts["vocabulary"]

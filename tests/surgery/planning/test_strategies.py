@@ -79,4 +79,4 @@ def test_reasons_name_figure_and_rank():
     reasons = choose_layers(profile(), 3, "window").reasons
     assert reasons[1] == "window 50 tokens, 1 of 5 by window"
     assert reasons[2] == "window 20 tokens, 3 of 5 by window"
-    assert choose_layers(profile(), 1, "rate").reasons == {3: "rate 0.01 nats a token, 1 of 5 by rate"}
+    assert choose_layers(profile(), 1, "rate").reasons == {3: "rate 0.01 nats per token, 1 of 5 by rate"}

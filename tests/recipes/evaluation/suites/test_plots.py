@@ -75,7 +75,7 @@ def test_the_needle_grid_puts_depth_down_and_length_across(tmp_path, drawn):
     np.testing.assert_allclose(grids[0], [[0.1, 0.3], [0.2, 0.4]])
     assert drawn[0].axes[0].images[0].get_clim() == (0.0, 1.0)
     limits = {axes.images[0].get_clim() for axes in drawn[0].axes[2:4]}
-    assert len(limits) == 1, "panels of a row share their colours"
+    assert len(limits) == 1, "panels of a row share their colors"
 
 
 def test_missing_figures_leave_gaps():
