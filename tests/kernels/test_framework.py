@@ -5,6 +5,7 @@ import pytest
 import torch
 from bayesian_filter import AFTER, BEFORE, FULL, KEPT, RESET, bayesian_filter
 from palimpsa_surgery.kernels.metaplastic.scan import metaplastic_scan
+from palimpsa_surgery.kernels.metaplastic_delta.scan import metaplastic_delta_scan
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 T, N, P = 40, 8, 6
@@ -29,6 +30,7 @@ axis = torch.eye(N, dtype=torch.float64)[torch.randint(0, N, (T,), generator=_r)
 long_axis = axis * (1 + rand(T, 1))
 orthogonal = torch.linalg.qr(randn(N, N))[0]
 odds = b / (1 - b)
+a_key = 0.7 + 0.3 * rand(T, N)
 
 
 def scan(q, k, v, beta, a, prior=1.0):
@@ -36,6 +38,21 @@ def scan(q, k, v, beta, a, prior=1.0):
     beta = beta if beta.dim() == 2 else beta[:, None]
     inputs = (x[None, :, None] for x in (q, k, v, beta, a.log()))
     return metaplastic_scan(*inputs, torch.tensor([prior], dtype=q.dtype), backend="torch").output[0, :, 0]
+
+
+def delta(b, beta, a):
+    """The metaplastic delta rule of one head with prior 1; a [T], or [T, N]."""
+    inputs = (x[None, :, None] for x in (q, k, v, b, beta, a.log()))
+    return metaplastic_delta_scan(*inputs, one[:1], backend="torch").output[0, :, 0]
+
+
+def filters_gain():
+    """The write gate at which the operator's gain is the filter's: b / (1 - b + b k.(k / I')), I' after forgetting."""
+    J, gates = torch.zeros_like(k[0]), []
+    for t in range(T):
+        gates.append(b[t] / (1 - b[t] + b[t] * (k[t].square() / (1 + a[t] * J)).sum()))
+        J = a[t] * J + odds[t] * k[t].square()
+    return torch.stack(gates)
 
 
 def belief(kept, k=k, a=a, beta=b, prior=1.0, q=q, v=v):
@@ -87,6 +104,18 @@ EXACT = {
     "Longhorn as published, keys on axes": lambda: (
         belief(RESET, long_axis, one, beta),
         published.longhorn(q, long_axis, v, beta),
+    ),
+    "delta rule with importance, the filter's gain": lambda: (
+        delta(filters_gain(), odds, a),
+        belief(AFTER, beta=odds),
+    ),
+    "delta rule with importance off = Gated DeltaNet": lambda: (
+        delta(b, off, a),
+        published.gated_delta_net(q, k, v, a, b),
+    ),
+    "delta rule with importance off = Kimi Delta Attention": lambda: (
+        delta(b, off, a_key),
+        published.gated_delta_net(q, k, v, a_key, b),
     ),
     "Palimpsa-D off = Gated DeltaNet, orthogonal keys": lambda: (
         scan(q[:N], orthogonal, b[:N, None] * v[:N], off[:N], a[:N]),
