@@ -8,7 +8,7 @@
     long        one sequence of 128k tokens equals the run split in two with carried states, forward and backward
     first-step  seconds of a model's first step with an empty cache of compiled kernels
     one-beta    one beta per head against mamba-ssm's scan of plain Mamba2, in the same run
-    sanitizer   compute-sanitizer's memcheck, racecheck and synccheck, side by side, over a small run of every kernel
+    sanitizer   compute-sanitizer's memcheck, racecheck, synccheck and initcheck, side by side, over every kernel
 
 A check that cannot run says why in its row. Writes OUT.csv and OUT.md; ends with 1 when a limit is not kept.
 """
@@ -212,8 +212,8 @@ SMALL_RUNS = (
 )
 
 
-SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck")
-SANITIZER_SECONDS = 280
+SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+SANITIZER_SECONDS = 400
 
 
 def launched() -> dict[str, bool]:
@@ -273,7 +273,8 @@ def run_under(tool: str, device: str) -> Row:
     program = shutil.which("compute-sanitizer")
     if program is None:
         return {**row, "ok": "not run", "note": "compute-sanitizer is not on the PATH"}
-    command = [program, "--tool", tool, "--print-limit", "2000", sys.executable, __file__, "--small-run", device]
+    command = [program, "--tool", tool, "--print-limit", "2000", "--show-backtrace", "no"]
+    command += [sys.executable, __file__, "--small-run", device]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # or neighbors hide writes beyond an end
     limit = {"env": environment, "capture_output": True, "text": True, "timeout": SANITIZER_SECONDS}
     start = time.monotonic()

@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 
 from ..base.console import counted, human_seconds, table
+from ..base.errors import OutputExistsError
 from ..base.files import named_path, refuse_existing, write_text
 from ..base.text import EMBEDDED_CHECKPOINT, iter_documents, token_windows
 from ..mixers.importance import record_importance
@@ -37,8 +38,14 @@ from .training.validation import LossResult, evaluate_loss, paired_difference
 logger = logging.getLogger(__name__)
 
 PROMPT = "The CREATE TABLE statement"
+TITLE = "# Surgery on the embedded Mamba2"
 HELD_OUT = 10
 """Every tenth document is kept from training, for the losses."""
+
+_WRITTEN = (
+    *("text", "profile.json", "profile.png", "plan.yaml", "converted", "run"),
+    *("losses.png", "importance.png", "report.md"),
+)
 
 T = TypeVar("T")
 
@@ -111,14 +118,14 @@ def run_demo(
     Args:
         out: the folder to make.
         options: amounts of work.
-        force: replace `out` when it exists.
+        force: replace what an earlier demo wrote in `out`.
 
     Raises:
-        OutputExistsError: `out` is there and `force` is false.
+        OutputExistsError: `out` holds something and `force` is false, or files of these names that no demo has written.
         PalimpsaError: what any of the stages raises.
     """
     options, folder = options or DemoOptions(), named_path(out, "output")
-    refuse_existing(folder, force=force)
+    _claim(folder, force=force)
     seconds: dict[str, float] = {}
 
     def timed(stage: str, work: Callable[[], T]) -> T:
@@ -175,6 +182,21 @@ def demo_commands(out: Path, options: DemoOptions) -> tuple[str, ...]:
         f"--tokens {options.loss_tokens} --data {at('text/held-out.jsonl')} -o {at('eval.json')}",
         f"palimpsa generate {at('run/final')} {shlex.quote(PROMPT)} --max-new-tokens {options.new_tokens}",
     )
+
+
+def _claim(folder: Path, *, force: bool) -> None:
+    """Begins `report.md`, by which a later demo knows what may be replaced, also where this one is interrupted."""
+    refuse_existing(folder, force=force)
+    report = folder / "report.md"
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    taken = [name for name in names if name in _WRITTEN]
+    ours = report.is_file() and report.read_text(encoding="utf-8", errors="replace").startswith(TITLE)
+    if taken and not ours:
+        raise OutputExistsError(
+            f"{folder}: holds {', '.join(taken)}, which no demo has written (report.md would begin with {TITLE!r}), "
+            "and replacing that would lose it; choose another output"
+        )
+    write_text(report, f"{TITLE}\n\nNot finished: the demo still runs, or was interrupted.\n")
 
 
 def _overrides(out: Path, options: DemoOptions) -> list[str]:
@@ -243,7 +265,7 @@ def render_report(result: DemoResult, options: DemoOptions) -> str:
     ratios = [ratio for layer in result.head_ratios.values() for ratio in layer]
     most, heads = max(ratios) - 1, len(ratios)
     texts = "\n\n".join(f"{name}:\n\n> {PROMPT}{' '.join(text.split(chr(10)))}" for name, text in result.texts.items())
-    return f"""# Surgery on the embedded Mamba2
+    return f"""{TITLE}
 
 Layers {swapped} (the longest windows of 8, see `plan.yaml`) became Palimpsa-M. The converted model was verified to
 equal its source (`converted/surgery_report.json`), then fine-tuned for {counted(options.steps, "step")}.

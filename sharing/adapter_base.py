@@ -19,9 +19,9 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def check_base(adapter: Path, base: str, token: str | None = None) -> str:
-    """Compares an adapter with the config of its base on the Hub; returns the sentence on what was not compared.
+    """Compares an adapter with its base on the Hub, weights not fetched; returns the sentence on what was compared.
 
-    Its weights would have to be fetched whole for the fingerprint, which a push changes with config.json.
+    The Hub knows the sha256 of a large file, and so does the adapter of the files that it was trained on.
 
     Args:
         adapter: adapter folder.
@@ -30,11 +30,11 @@ def check_base(adapter: Path, base: str, token: str | None = None) -> str:
 
     Raises:
         UsageError: no Hub id, or nothing of that name that the token may read.
-        CheckpointError: other layers are swapped there, or its sizes are others.
+        CheckpointError: other layers are swapped there, or its sizes or its weights files are others.
     """
     if not _HUB_ID.fullmatch(base):
         raise UsageError(f"--base {base}: is no Hub id, expected owner/name; push the base first and give its name")
-    config, reason = _fetched(base, token)
+    config, digests, reason = _fetched(base, token)
     if config is None:
         return f"--base {base}: was not looked at ({reason}), so whether the adapter fits it was not checked"
     source = read_model(AdapterSource, adapter / SOURCE) if (adapter / SOURCE).is_file() else None
@@ -45,30 +45,40 @@ def check_base(adapter: Path, base: str, token: str | None = None) -> str:
             f"expected {sorted(source.palimpsa_layers)}; give that model"
         )
     _compare_sizes(base, config, read_adapter_tensors(adapter))
-    return f"--base {base}: its swapped layers and sizes fit the adapter; its weights were not compared"
+    if source is None or not source.weights or not digests:
+        return f"--base {base}: its swapped layers and sizes fit the adapter; its weights were not compared"
+    if not digests.issuperset(source.weights):
+        raise CheckpointError(
+            f"--base {base}: has other weights than the model that the adapter was trained on ({source.base}), though "
+            "of the same sizes; push that model, and give its name"
+        )
+    return f"--base {base}: its weights are those that the adapter was trained on"
 
 
-def _fetched(base: str, token: str | None) -> tuple[dict[str, Any] | None, str]:
-    """The content of a repository's config.json; None and the reason where it cannot be looked at."""
+def _fetched(base: str, token: str | None) -> tuple[dict[str, Any] | None, set[str], str]:
+    """The content of a repository's config.json, and the sha256 of its large files; None and the reason where they
+    cannot be looked at."""
     import httpx
+    from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub import errors as hub
-    from huggingface_hub import hf_hub_download
 
     check_network(token)
     try:
-        return read_foreign_json(Path(hf_hub_download(base, "config.json", token=token))), ""
+        config = read_foreign_json(Path(hf_hub_download(base, "config.json", token=token)))
+        large = (getattr(file, "lfs", None) for file in HfApi(token=token).list_repo_tree(base))
+        return config, {file.sha256 for file in large if file is not None}, ""
     except hub.GatedRepoError:
-        return None, "it is gated"
+        return None, set(), "it is gated"
     except (hub.RepositoryNotFoundError, hub.HFValidationError) as error:
         raise UsageError(
             f"--base {base}: is no model on the Hub that you may read; push it first, check the spelling, or log in"
         ) from error
     except (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled):
-        return None, "the Hub cannot be reached"
+        return None, set(), "the Hub cannot be reached"
     except hub.EntryNotFoundError:
-        return None, "it has no config.json"
+        return None, set(), "it has no config.json"
     except (hub.HfHubHTTPError, httpx.HTTPError, OSError) as error:
-        return None, type(error).__name__
+        return None, set(), type(error).__name__
 
 
 def _compare_sizes(base: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

@@ -15,6 +15,7 @@ LAYERS = ("base", "kernels", "mixers", "modeling", "surgery", "recipes", "sharin
 # Each room imports from itself and from those before it: a folder, or a file that stands among folders.
 ROOMS = (
     *("base", "kernels/backends", "kernels/common", "kernels/conv", "kernels/metaplastic", "kernels/ssd"),
+    "kernels/metaplastic_delta",
     *("mixers", "modeling/palimpsa_mamba2", "modeling/__init__", "modeling/bundle"),
     *("surgery/__init__", "surgery/families", "surgery/checkpoint", "surgery/measure"),
     *("surgery/planning", "surgery/conversion"),
@@ -171,8 +172,8 @@ def test_heavy_imports_of_the_command_line_wait_until_they_are_needed():
 # once it is needed, so that a mistake in an option is told at once.
 HEAVY = {"transformers", "matplotlib", "numba", "triton", "accelerate", "datasets", "peft", "lm_eval"}
 LOADED = {
-    **{verb: set() for verb in ("inspect", "measure", "plan", "convert", "export", "push")},
-    **{verb: {"transformers"} for verb in ("finetune", "evaluate", "generate", "merge", "doctor")},
+    **{verb: set() for verb in ("inspect", "measure", "plan", "convert", "merge", "export", "push")},
+    **{verb: {"transformers"} for verb in ("finetune", "evaluate", "generate", "doctor")},
     "demo": {"transformers", "matplotlib"},
 }
 

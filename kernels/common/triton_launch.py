@@ -8,6 +8,10 @@ from torch import Tensor
 
 from ..backends import interpreted
 
+# Sums over tokens or keys end in every lane, and all lanes write what they hold to one place. With a product fused into
+# the first of their additions, lanes round differently, and nothing says which of them stays.
+UNFUSED_SUMS = {"num_warps": 4, "enable_fp_fusion": False}
+
 
 def uses_assembly(device: torch.device) -> bool:
     """Whether NVIDIA's inline assembly may be used on this device."""

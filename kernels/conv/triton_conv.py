@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..common.triton_launch import on_device_of
+from ..common.triton_launch import UNFUSED_SUMS, on_device_of
 from .types import ConvProblem
 
 
@@ -104,11 +104,6 @@ def conv_backward_kernel(
     tl.store(old, grad.to(d_history.dtype.element_ty), mask=m & (t < 0)[:, None])
 
 
-# Sums over tokens end in every lane, and all lanes write what they hold to one place. With a product fused into the
-# first of their additions, lanes round differently, and nothing says which of them stays.
-BACKWARD_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-
-
 class Conv(torch.autograd.Function):
     """Saves its inputs only."""
 
@@ -142,7 +137,7 @@ class Conv(torch.autograd.Function):
         with on_device_of(x):
             conv_backward_kernel[(rows * triton.cdiv(C, BC),)](
                 x, weight, bias, history, dy.contiguous(), dx, d_history, d_weight,
-                T, C, *x.stride()[:2], W, BT, BC, ctx.silu, bias is not None, **BACKWARD_OPTIONS,
+                T, C, *x.stride()[:2], W, BT, BC, ctx.silu, bias is not None, **UNFUSED_SUMS,
             )  # fmt: skip
         total = d_weight.sum(0)
         d_bias = None if bias is None else total[W].to(bias.dtype)

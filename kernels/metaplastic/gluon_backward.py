@@ -317,8 +317,10 @@ def inside_loop_kernel(
         count = gl.load(table + block * 3 + 1)
         ip = gl.load(prior + i_h).to(gl.float32)
         at = row.to(gl.int64) * (N * P) + i_v * (BP * N)
-        M = gl.load((M0 + at) + tile).to(gl.float32)
-        J = gl.load((J0 + at) + tile).to(gl.float32)
+        # An empty block has nothing at its place in the states.
+        there = on < gl.where(count > 0, N, 0)
+        M = gl.load((M0 + at) + tile, mask=there[None, :], other=0.0).to(gl.float32)
+        J = gl.load((J0 + at) + tile, mask=there[None, :], other=0.0).to(gl.float32)
         ok = kt[:, None] * (G * N) + kn[None, :]
         ox = vt[:, None] * (H * P) + vn[None, :]
         head = (start * H + i_h) * P + i_v * BP

@@ -89,8 +89,10 @@ def time_loop_kernel(
     ov = gl.arange(0, BP, layout=by_channel)
     on = gl.arange(0, N, layout=by_key)
     at = row.to(gl.int64) * (N * P) + i_v * (BP * N)
-    M = gl.load((M0 + at) + ov[:, None] * N + on[None, :])
-    J = gl.load((J0 + at) + ov[:, None] * N + on[None, :])
+    # An empty block has nothing at its place in the states.
+    there = on < gl.where(count > 0, N, 0)
+    M = gl.load((M0 + at) + ov[:, None] * N + on[None, :], mask=there[None, :], other=0.0)
+    J = gl.load((J0 + at) + ov[:, None] * N + on[None, :], mask=there[None, :], other=0.0)
     kt = gl.arange(0, S, layout=gl.SliceLayout(1, load_k))
     kn = gl.arange(0, N, layout=gl.SliceLayout(0, load_k))
     vt = gl.arange(0, S, layout=gl.SliceLayout(1, load_v))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...base.errors import UsageError
 from ..backends import TRITON_DEVICES, Backend, Operator, eager
+from ..common.arguments import check_decay_and_prior, check_kind, dims
 from ..common.documents import check_cu_seqlens
 from .types import ScanInputs, ScanOutput, ScanState
 
@@ -110,7 +111,7 @@ def metaplastic_step(
     for name, rank in (("q", 3), ("k", 3), ("v", 3), ("beta", 3), ("log_decay", 2)):
         x = getattr(inputs, name)
         if x.dim() != rank:
-            raise UsageError(f"{name} of one step has shape {_dims(x)}; expected {rank} dimensions, no time.")
+            raise UsageError(f"{name} of one step has shape {dims(x)}; expected {rank} dimensions, no time.")
     _check(ScanInputs(*(x.unsqueeze(1) for x in inputs[:5]), *inputs[5:]), "state")
     if any(x.stride(-1) != 1 for x in inputs.initial_state):
         raise UsageError("state has a last dimension that is not contiguous; expected M and J with stride 1 over N.")
@@ -118,22 +119,18 @@ def metaplastic_step(
     return (output, var) if variance else output
 
 
-def _dims(x: Tensor) -> str:
-    return str(list(x.shape))
-
-
 def _check(inputs: ScanInputs, state: str) -> None:
     """Refuses inputs of a scan that do not fit each other; `state` is what the caller calls the initial state."""
     for name, rank in (("q", 4), ("k", 4), ("v", 4), ("beta", 4), ("log_decay", 3), ("prior", 1)):
         x = getattr(inputs, name)
         if x.dim() != rank:
-            raise UsageError(f"{name} has shape {_dims(x)}; expected {rank} dimension{'s' * (rank > 1)}.")
-        _check_kind(name, x, inputs.v)
+            raise UsageError(f"{name} has shape {dims(x)}; expected {rank} dimension{'s' * (rank > 1)}.")
+        check_kind(name, x, inputs.v)
     k, v, beta, cu_seqlens = inputs.k, inputs.v, inputs.beta, inputs.cu_seqlens
     batch, length, heads, head_dim = v.shape
     groups, state_size = k.shape[2:]
     if 0 in (length, groups, state_size, heads, head_dim, batch):
-        raise UsageError(f"v has shape {_dims(v)} and k {_dims(k)}; expected no empty dimension, at least one token.")
+        raise UsageError(f"v has shape {dims(v)} and k {dims(k)}; expected no empty dimension, at least one token.")
     if heads % groups:
         raise UsageError(f"v has {heads} heads and k {groups} groups; expected groups that divide the heads.")
     expected = {
@@ -146,34 +143,18 @@ def _check(inputs: ScanInputs, state: str) -> None:
     for name, wanted in expected.items():
         x = getattr(inputs, name)
         if x.shape != wanted:
-            raise UsageError(f"{name} has shape {_dims(x)}; expected {list(wanted)} beside v {_dims(v)}.")
+            raise UsageError(f"{name} has shape {dims(x)}; expected {list(wanted)} beside v {dims(v)}.")
     if not beta.shape[3] or head_dim % beta.shape[3]:
         raise UsageError(f"beta has {beta.shape[3]} groups; expected a divisor of the {head_dim} channels of a head.")
     if inputs.chunk_size is not None and inputs.chunk_size < 1:
         raise UsageError(f"chunk_size is {inputs.chunk_size}; expected a positive number of tokens.")
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, batch, length)
-    _check_values(inputs.log_decay, inputs.prior)
+    check_decay_and_prior(inputs.log_decay, inputs.prior)
     if inputs.initial_state is not None:
         rows = batch if cu_seqlens is None else cu_seqlens.numel() - 1
         wanted = ((rows, heads, head_dim, state_size), (rows, heads, beta.shape[3], state_size))
         for part, x, shape in zip("MJ", inputs.initial_state, wanted, strict=True):
             if x.shape != shape:
-                raise UsageError(f"{state}.{part} has shape {_dims(x)}; expected {list(shape)}.")
-            _check_kind(f"{state}.{part}", x, v)
-
-
-def _check_kind(name: str, x: Tensor, v: Tensor) -> None:
-    if not x.is_floating_point():
-        raise UsageError(f"{name} has dtype {x.dtype}; expected a floating dtype.")
-    if x.device != v.device:
-        raise UsageError(f"{name} is on {x.device} while v is on {v.device}; expected one device for all inputs.")
-
-
-def _check_values(log_decay: Tensor, prior: Tensor) -> None:
-    if prior.device.type != "cpu":  # reading values of a CUDA tensor would stall the stream
-        return
-    if not bool((prior.detach() > 0).all()):
-        raise UsageError(f"prior holds {prior.min().item():g}; expected every head's prior to be positive and finite.")
-    if bool((log_decay.detach() > 0).any()):
-        raise UsageError(f"log_decay holds {log_decay.max().item():g}; expected values of at most 0 (decays up to 1).")
+                raise UsageError(f"{state}.{part} has shape {dims(x)}; expected {list(shape)}.")
+            check_kind(f"{state}.{part}", x, v)

@@ -63,6 +63,8 @@ def inside_kernel(
     i_l = row % heads
     i_h = head0 + i_l
     i_g = i_h // (H // G)
+    if tl.load(table + block * 3 + 1) == 0:
+        return  # an empty block: nothing is at its place in the states
     os = tl.arange(0, S)
     on = i_k * BK + tl.arange(0, BK)
     om = tl.arange(0, BM)
@@ -186,6 +188,8 @@ def crossing_kernel(
     i_l = pid % heads
     i_h = head0 + i_l
     i_g = i_h // (H // G)
+    if tl.load(table + block * 3 + 1) == 0:
+        return  # an empty block: nothing is at its place in the states
     os = tl.arange(0, S)
     on = tl.arange(0, BN)
     mn = on < N

@@ -22,6 +22,9 @@ def forward_kernel(
     block = row // H
     i_h = row % H
     i_g = i_h // (H // G)
+    count = tl.load(table + block * 3 + 1)
+    if count == 0:
+        return  # an empty block: nothing is at its place in the states
     on = tl.arange(0, BN)
     ov = i_v * BV + tl.arange(0, BV)
     mn = on < N
@@ -36,7 +39,6 @@ def forward_kernel(
         J = tl.load(J0 + at + tile, mask=inside, other=0.0).to(tl.float32)
     ip = tl.load(prior + i_h).to(tl.float32)
     start = tl.load(table + block * 3).to(tl.int64)
-    count = tl.load(table + block * 3 + 1)
     if HAS_ONLY:
         count = tl.where(tl.load(only + row) > 0, count, 0)
     for t in range(count):

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from ..common.kept import kept
 from ..common.triton_blocks import Blocks, clear_first_tokens, make_blocks
-from ..common.triton_launch import on_device_of, power_of_two
+from ..common.triton_launch import UNFUSED_SUMS, on_device_of, power_of_two
 from .triton_backward import add_heads
 from .triton_states import block_states, dot_types, load_log_decay, reverse_states
 
@@ -99,6 +99,8 @@ def shared_forward_kernel(
     pid = tl.program_id(0)
     block = pid // H
     i_h = pid % H
+    if tl.load(table + block * 3 + 1) == 0:
+        return  # an empty block: nothing is at its place in the states
     os = tl.arange(0, S)
     on = tl.arange(0, BN)
     start, m, L, e, _, kf, _, I, R = _block(
@@ -165,6 +167,8 @@ def shared_inside_kernel(
     pid = tl.program_id(0)
     block = pid // H
     i_h = pid % H
+    if tl.load(table + block * 3 + 1) == 0:
+        return  # an empty block: nothing is at its place in the states
     os = tl.arange(0, S)
     on = tl.arange(0, BN)
     start, m, L, e, _, kf, _, I, R = _block(
@@ -195,6 +199,8 @@ def shared_backward_kernel(
     pid = tl.program_id(0)
     block = pid // H
     i_h = pid % H
+    if tl.load(table + block * 3 + 1) == 0:
+        return  # an empty block: nothing is at its place in the states
     os = tl.arange(0, S)
     on = tl.arange(0, BN)
     mn = on < N
@@ -334,7 +340,7 @@ class SharedScan(torch.autograd.Function):
         dv, db = torch.empty_like(v), torch.empty_like(beta)
         dla, s = new(n_tokens, H), new(n_tokens, H)
         shared_backward_kernel[(blocks.count * H,)](
-            *inputs, dq_h, dk_h, dv, db, dla, s, blocks.table, blocks.documents, blocks.count, *sizes, num_warps=4
+            *inputs, dq_h, dk_h, dv, db, dla, s, blocks.table, blocks.documents, blocks.count, *sizes, **UNFUSED_SUMS
         )
         if initial is None:
             clear_first_tokens(dla, batch, cu_seqlens)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -15,6 +17,8 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _NEEDS_NO_TEXT = {"tool_call_id", "role", "content"}
 _BEGIN, _END = "\ue000", "\ue001"
 """Put around what a message says to see where a template puts it: characters that no text has, of a private area."""
+_PROBED = 64
+"""Runs of words of a message that are changed to see whether a template that says it in other words leaves them out."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +114,10 @@ class _Template:
             count = number + 1 if own else whole
             content = message["content"].strip()
             place = self._places(count).get(number)
-            if content and (place is None or not _in_order(content.split(), place)):  # escaped, or left out
-                if place is not None or not _in_order(content.split(), self(count)):
-                    self._compare(number, count, "content", {**message, "content": f"? {content}"})
+            if content and (place is None or not _says(place, content)):  # escaped in an unknown way, or left out
+                if place is not None or not _says(self(count), content):
+                    for changed in (f"? {content}", *_with_other_words(content)):
+                        self._compare(number, count, "content", {**message, "content": changed})
                 self._compare(number, count, "content", {**message, "content": f"{content} ?"})
             needless = _NEEDS_NO_TEXT | ({"name"} if message["role"] == "tool" else set())
             for key in message.keys() - needless:
@@ -156,6 +161,24 @@ def _marked(content: str, number: int) -> str:
     said = content.strip()
     begin, end = f"{_BEGIN}{number}{_BEGIN}", f"{_END}{number}{_END}"
     return content.replace(said, f"{begin}{said}{end}", 1) if said else content
+
+
+def _says(text: str, content: str) -> bool:
+    """Whether a text says a message word by word: as it is, or escaped for HTML or JSON."""
+    words = content.split()
+    in_json = [json.dumps(word, ensure_ascii=False)[1:-1] for word in words]
+    return _in_order(words, text) or _in_order(words, html.unescape(text)) or _in_order(in_json, text)
+
+
+def _with_other_words(content: str) -> Iterator[str]:
+    """The message with a run of its words replaced by other characters, as many, for each of at most `_PROBED` runs:
+    what makes no difference to a text is not in it."""
+    words = list(re.finditer(r"\S+", content))
+    most = -(-len(words) // _PROBED)
+    for first in range(0, len(words), most):
+        start, stop = words[first].start(), words[min(first + most, len(words)) - 1].end()
+        other = re.sub(r"\S", lambda found: "!" if found[0] == "?" else "?", content[start:stop])
+        yield content[:start] + other + content[stop:]
 
 
 def _in_order(words: list[str], text: str) -> bool:

@@ -23,7 +23,7 @@ from ...surgery.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ...surgery.checkpoint.dtypes import dtype_of
 from ...surgery.checkpoint.loading import load_model
 from ...surgery.checkpoint.sources import files_read
-from ...surgery.checkpoint.tokenizer import encode_alike, load_tokenizer, open_tokenizer, refuse_far_ids
+from ...surgery.checkpoint.tokenizer import encode_alike, load_tokenizer, open_tokenizer, other_ids, refuse_far_ids
 from .harness import open_tasks, run_tasks
 from .report import EvalData, EvalReport, EvalSuite, EvaluatedModel, SeenText, write_report
 from .rows import compare
@@ -107,6 +107,7 @@ def evaluate(
     if against is not None:
         checkpoints.append(against if isinstance(against, Checkpoint) else open_checkpoint(against, token=token))
     encoder, encoder_name = _tokenizer(checkpoints, tokenizer, token)
+    strange = [] if tokenizer is None else [other_ids(checkpoint, encoder, encoder_name) for checkpoint in checkpoints]
     text = EvalText(
         data,
         encoder,
@@ -141,7 +142,7 @@ def evaluate(
         device=describe_device(torch.device(device)),
         backends=backends,
         options={key: list(v) if isinstance(v, tuple) else v for key, v in asdict(settings).items()},
-        suites=_compared(results, [fact.name for fact in facts]),
+        suites=_compared(results, [fact.name for fact in facts], [note for note in strange if note]),
     )
     if out is None:
         return report
@@ -226,11 +227,13 @@ def _run(subject: Subject, text: EvalText, options: EvalOptions, names: Sequence
     return found
 
 
-def _compared(results: Sequence[Mapping[str, SuiteResult]], names: Sequence[str]) -> dict[str, EvalSuite]:
+def _compared(
+    results: Sequence[Mapping[str, SuiteResult]], names: Sequence[str], strange: Sequence[str]
+) -> dict[str, EvalSuite]:
     found = {}
     for name, first in results[0].items():
         second = results[1][name] if len(results) > 1 else None
-        notes = [*first.notes, *(second.notes if second else ())]
+        notes = [*strange, *first.notes, *(second.notes if second else ())]
         rows = compare(name, first.measurements, second.measurements if second else None, names)
         found[name] = EvalSuite(rows=rows, notes=list(dict.fromkeys(notes)))
     return found

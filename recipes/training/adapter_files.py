@@ -21,11 +21,13 @@ loftq, lora_ga) take something out of the base first, which only PEFT does again
 
 
 class AdapterSource(StrictModel):
-    """Which model an adapter belongs to: its Hub id or folder name, its fingerprint, its swapped layers."""
+    """Which model an adapter belongs to: its Hub id or folder name, its fingerprint, its swapped layers, the sha256 of
+    its weights files (earlier releases did not write them)."""
 
     base: str
     fingerprint: str
     palimpsa_layers: tuple[int, ...]
+    weights: tuple[str, ...] = ()
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:

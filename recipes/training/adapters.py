@@ -78,7 +78,10 @@ def save_adapter(
         settings["target_modules"] = sorted(settings["target_modules"])
         write_json(folder / CONFIG, settings)
         source = AdapterSource(
-            base=checkpoint.source_id, fingerprint=checkpoint.fingerprint, palimpsa_layers=checkpoint.palimpsa_layers
+            base=checkpoint.source_id,
+            fingerprint=checkpoint.fingerprint,
+            palimpsa_layers=checkpoint.palimpsa_layers,
+            weights=checkpoint.file_digests,
         )
         write_model(source, folder / SOURCE)
         if recipe is not None:

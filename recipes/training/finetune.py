@@ -31,9 +31,9 @@ from .checkpointing import Position, latest_checkpoint, load_checkpoint, model_k
 from .loop import check_batch, check_targets, train
 from .losses import CausalLoss, resolve_loss
 from .metrics import Training, read_metrics, write_metrics_file
-from .modes import ADAPTER_MODES, prepare_mode
+from .modes import prepare_mode
 from .optim import make_optimizer
-from .recipe import Recipe, find_recipe, load_recipe
+from .recipe import ADAPTER_MODES, Recipe, find_recipe, load_recipe, without_effect
 from .run_folder import check_room, check_run_folder, clear_run_folder, held
 from .saving import gather, save_model
 from .validation import evaluate_loss
@@ -102,7 +102,15 @@ def finetune(
     recipe, out = load_recipe(recipe, overrides), named_path(out, "run folder")
     with process_settings(recipe):
         return _finetune(
-            model_folder, recipe, out, file=file, resume=resume, force=force, revision=revision, token=token
+            model_folder,
+            recipe,
+            out,
+            file=file,
+            overrides=overrides,
+            resume=resume,
+            force=force,
+            revision=revision,
+            token=token,
         )
 
 
@@ -112,6 +120,7 @@ def _finetune(
     out: Path,
     *,
     file: Path | None,
+    overrides: Sequence[str],
     resume: bool,
     force: bool,
     revision: str | None,
@@ -126,6 +135,8 @@ def _finetune(
         logger.warning("warmup: takes %d of %s, so the learning rate never stays at its full height", warm, steps)
     checkpoint = open_checkpoint(model_folder, revision=revision, token=token)
     checkpoint = with_tokenizer(checkpoint, recipe.data.tokenizer, token=token, option=TOKENIZER_KEY)
+    for unused in without_effect(recipe, overrides, swapped=bool(checkpoint.palimpsa_layers)):
+        logger.warning("%s has no effect in this run; leave it out, or change the other", unused)
     with contextlib.ExitStack() as stack:
         with accelerator.main_process_first():
             if main:
@@ -236,6 +247,8 @@ def assemble(accelerator: Any, checkpoint: Checkpoint, recipe: Recipe, out: Path
     loss = CausalLoss(model, recipe.loss, recipe.precision)
     optimizer = make_optimizer(loss, recipe)
     key = model_key(loss, list(checkpoint.palimpsa_layers))
+    if recipe.mode in ADAPTER_MODES:
+        _ = checkpoint.file_digests  # kept for the end, when the files may be others
     module, optimizer = accelerator.prepare(loss, optimizer)
     run = Training(
         accelerator=accelerator,

@@ -26,7 +26,7 @@ from .recipe import Recipe
 logger = logging.getLogger(__name__)
 
 MOST_EMPTY = 16
-"""Batches without anything to predict that a call bears before it says that the text is at fault."""
+"""Batches without anything to predict among the first `LOOKED_AT` at which the text is taken to be at fault."""
 LOOKED_AT = 64
 """Batches that are looked at for that before anything is removed or trained."""
 
@@ -59,7 +59,10 @@ def train(run: Training) -> None:
                 log.step(done.loss, done.tokens, seconds, memory_used())
             else:
                 empty += 1
-                _say_empty(step, empty)
+                if empty == 1:
+                    logger.warning(
+                        "step %d: the batch holds nothing to predict, so it trains nothing and has no loss", step + 1
+                    )
             note = f"{loss}, {done.tokens / seconds:,.0f} tokens/s, {human_bytes(memory_used())}"
             bar.set_postfix_str(note, refresh=False)
             bar.update()
@@ -69,13 +72,8 @@ def train(run: Training) -> None:
                 run.module.train()
             if recipe.save_every and ((step + 1) % recipe.save_every == 0 or last):
                 save(run)
-
-
-def _say_empty(step: int, empty: int) -> None:
-    if empty == 1:
-        logger.warning("step %d: the batch holds nothing to predict, so it trains nothing and has no loss", step + 1)
-    if empty == MOST_EMPTY:
-        raise _nothing_to_predict(f"step {step + 1}: {empty} batches held")
+    if empty > 1:
+        logger.warning("%d of the batches held nothing to predict and trained nothing", empty)
 
 
 def _nothing_to_predict(what: str) -> TrainingError:
@@ -86,21 +84,22 @@ def _nothing_to_predict(what: str) -> TrainingError:
 
 
 def check_targets(run: Training) -> None:
-    """Refuses a run that would train nothing, or end for want of targets soon, as far as its first batches tell.
+    """Refuses a new run that would train little or nothing, as far as its first batches tell; a run that goes on is
+    borne as it is.
 
     Raises:
-        TrainingError: `MOST_EMPTY` of the next `LOOKED_AT` batches, or all of a new run, hold nothing to predict.
+        TrainingError: `MOST_EMPTY` of the first `LOOKED_AT` batches, or all of the run, hold nothing to predict.
     """
-    recipe, first, total = run.recipe, run.position.step, run.recipe.total_steps()
-    tokens, empty, steps = run.position.tokens, 0, range(first, min(first + LOOKED_AT, total))
+    recipe, total = run.recipe, run.recipe.total_steps()
+    tokens, empty, steps = 0, 0, range(0 if run.position.step else min(LOOKED_AT, total))
     for step in steps:
         length = recipe.data.seq_len_at(step, total)
         places = range(tokens, tokens + length * recipe.batch_size, length)
         empty += not any((run.stream.window(place, length).targets != IGNORED).any() for place in places)
         tokens += length * recipe.batch_size
         if empty == MOST_EMPTY:
-            raise _nothing_to_predict(f"{empty} of the first {counted(step + 1 - first, 'batch', 'batches')} hold")
-    if steps and empty == total:
+            raise _nothing_to_predict(f"{empty} of the first {counted(step + 1, 'batch', 'batches')} hold")
+    if empty == total:
         raise _nothing_to_predict(f"all {empty} batches of this run hold" if empty > 1 else "the only batch holds")
 
 

@@ -14,11 +14,9 @@ from ...base.errors import UsageError
 from ...mixers.geometry import GATE
 from ...surgery.checkpoint.checkpoint import Checkpoint
 from .optim import describe_selection, select_parameters
-from .recipe import Recipe
+from .recipe import ADAPTER_MODES, Recipe
 
 logger = logging.getLogger(__name__)
-
-ADAPTER_MODES = ("lora", "qlora")
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from ...base.files import load_yaml, named_path
 from ...base.schemas import StrictModel, StrictPart, dump_yaml, validate_model
 
 MODES = ("full", "new", "new+swapped", "lora", "qlora")
+ADAPTER_MODES = ("lora", "qlora")
 CONFIGS = Path(__file__).parent.parent / "configs"
 CHUNK_BYTES = 64 << 20
 """Logits in fp32 that a chunk of the loss may take; forward and backward hold about three such buffers. It stands here,
@@ -227,6 +228,38 @@ def load_recipe(recipe: str | Path | dict[str, Any] | Recipe, overrides: Sequenc
     if problems:
         raise UsageError("; ".join(problems))
     return result
+
+
+def without_effect(recipe: Recipe, overrides: Sequence[str], *, swapped: bool) -> list[str]:
+    """What is asked for and changes nothing beside the rest of a recipe: "lora.rank (mode is full)" for each such key.
+
+    Args:
+        recipe: the recipe, overrides applied.
+        overrides: as for `load_recipe`: recipes write every key out, so only these and adapters' settings that differ
+            from the defaults are taken to be asked for.
+        swapped: whether the model has swapped layers.
+    """
+    adapters = [f"lora.{key}" for key in LoraRecipe.model_fields]
+    unused = dict.fromkeys(adapters, f"mode is {recipe.mode}") if recipe.mode not in ADAPTER_MODES else {}
+    asked = {override.partition("=")[0].strip() for override in overrides}
+    asked |= {key for key in adapters if _changed(recipe.lora, key.removeprefix("lora."))}
+    if recipe.mode == "new":
+        unused["lr"] = "mode is new, which trains by lr_new"
+    if not swapped:
+        unused |= dict.fromkeys(("lr_new", "importance_every"), "no layer is swapped")
+    if recipe.schedule == "constant":
+        unused["min_lr_ratio"] = "schedule is constant"
+    if not recipe.save_every:
+        unused["keep"] = "save_every is 0"
+    if recipe.data.val is not None:
+        unused["data.val_fraction"] = "data.val is given"
+    elif not recipe.data.val_fraction:
+        unused |= dict.fromkeys(("eval_every", "eval_windows"), "no text is held out")
+    return [f"{key} ({reason})" for key, reason in unused.items() if key in asked]
+
+
+def _changed(part: LoraRecipe, key: str) -> bool:
+    return getattr(part, key) != LoraRecipe.model_fields[key].get_default(call_default_factory=True)
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -139,6 +139,12 @@ class Checkpoint:
         with reading(self.source_id):
             return fingerprint(self._config_file, infos, lambda name: self._owners[name].contents(name).checksum)
 
+    @cached_property
+    def file_digests(self) -> tuple[str, ...]:
+        """sha256 of each weights file, sorted: the Hub says the same of its files without a download."""
+        with reading(self.source_id):
+            return tuple(sorted({file.digest() for file in self._owners.values()}))
+
     def matches(self, identity: str) -> bool:
         """Whether `identity`, read from a profile, a plan or another stage's file, is this checkpoint's fingerprint.
 

@@ -4,7 +4,7 @@ Other programs write Mamba2 configs with names of their own. A key is, in this o
 
 - fixed: it chooses between functions, of which this package computes one (`FIXED`): any other value is refused;
 - read: the reader of the layout uses it, under its own name or another of `ALIASES`;
-- harmless: it concerns names, speed, initialization or generation (`HARMLESS`, and names that begin with `_`);
+- harmless: it concerns names, speed, initialization or generation (`HARMLESS`);
 - of another kind of model (`_ANOTHER_MODEL`): attention, experts, multipliers, quantization; refused, unless its value
   asks for nothing (null, false, 0, an empty text, list or table): the model does without;
 - unknown: a note names it, as it may change what the model computes. Its value does not matter: of a key that nobody
@@ -141,7 +141,13 @@ _ANY_MODEL = (
     "bad_words_ids forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty "
     "suppress_tokens begin_suppress_tokens"
 )
-HARMLESS = frozenset(" ".join((_NAMES, _INITIALIZATION, _SPEED, _LENGTH, _ANY_MODEL)).split())
+# What transformers has written about a config itself; another name that begins with "_" is a key like any.
+_OF_TRANSFORMERS = (
+    "_name_or_path _commit_hash _auto_class _attn_implementation _attn_implementation_internal "
+    "_attn_implementation_autoset _experts_implementation _experts_implementation_internal _flash_attn_2_enabled "
+    "_output_attentions _configuration_file _from_auto _from_pipeline _post_init_done"
+)
+HARMLESS = frozenset(" ".join((_NAMES, _INITIALIZATION, _SPEED, _LENGTH, _ANY_MODEL, _OF_TRANSFORMERS)).split())
 _ANOTHER_MODEL = re.compile(
     r"attn|attention|key_value_heads|rope|rotary|sliding_window|hybrid|block_type|moe|expert|mlp|d_intermediate"
     r"|multiplier|scaling|softcap|logit_scale|mup|quant|depthwise|mimo",
@@ -191,7 +197,7 @@ def account_for(where: str, content: Mapping[str, Any], read: Collection[str]) -
     for key, value in content.items():
         if key in FIXED:
             refuse_other(where, key, value)
-        elif key in read or key in HARMLESS or key.startswith("_"):
+        elif key in read or key in HARMLESS:
             continue
         elif _ANOTHER_MODEL.search(key):
             factor = _FACTOR.search(key) is not None and type(value) in (int, float)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,8 @@ from .sources import read_foreign_json, resolve, tokenizer_files
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
+
+logger = logging.getLogger(__name__)
 
 OPTION = "--tokenizer"
 """What most commands call the option that names a tokenizer; a caller says where it has another, or none (None)."""
@@ -52,7 +55,10 @@ def open_tokenizer(
     option: str | None = OPTION,
 ) -> Any:
     """The tokenizer that was named, else the checkpoint's own; `option` and errors as for `load_tokenizer`."""
-    return _load(*_place(checkpoint, named, token), option, checkpoint.config.vocab_size)
+    tokenizer = _load(*_place(checkpoint, named, token), option, checkpoint.config.vocab_size)
+    if named is not None:
+        _warn_other_ids(checkpoint, tokenizer, str(named))
+    return tokenizer
 
 
 def with_tokenizer(
@@ -75,6 +81,8 @@ def with_tokenizer(
     folder, name = _place(checkpoint, named, token)
     rows = checkpoint.config.vocab_size
     tokenizer = _load(folder, name, option, rows)
+    if named is not None:
+        _warn_other_ids(checkpoint, tokenizer, name)
     found = {key: getattr(tokenizer, key) for key in SPECIAL_TOKEN_IDS}
     ids = {key: number for key, number in found.items() if number is not None and number < rows}
 
@@ -101,6 +109,29 @@ def probe(tokenizer: Any) -> list[Any]:
     texts = [next(iter_documents())[:4096], _ODD_TEXT, "".join(sorted(tokenizer.all_special_tokens))]
     ids = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
     return [opening_ids(tokenizer), tokenizer.eos_token_id, ids]
+
+
+def other_ids(checkpoint: Checkpoint, tokenizer: Any, name: str) -> str | None:
+    """A sentence where a tokenizer that was named gives texts other ids than the one beside the weights does, or None.
+
+    It may be meant, where a model is to learn another vocabulary; else every figure is of texts the model cannot read.
+    """
+    try:
+        own = open_tokenizer(checkpoint) if checkpoint.tokenizer_files else None
+    except CheckpointError:  # which may be why another was named
+        own = None
+    if own is None or probe(own)[-1][:2] == probe(tokenizer)[-1][:2]:
+        return None
+    return (
+        f"the tokenizer {name} gives texts other ids than the one in {checkpoint.source_id} does, so they mean other "
+        "words to this model"
+    )
+
+
+def _warn_other_ids(checkpoint: Checkpoint, tokenizer: Any, name: str) -> None:
+    said = other_ids(checkpoint, tokenizer, name)
+    if said:
+        logger.warning("%s", said)
 
 
 def _place(checkpoint: Checkpoint, named: str | Path | None, token: str | None) -> tuple[Path, str]:

@@ -6,6 +6,7 @@ where a mapped page that is gone kills the process; one that is deleted or repla
 
 from __future__ import annotations
 
+import hashlib
 import os
 import zlib
 from abc import ABC, abstractmethod
@@ -79,6 +80,16 @@ class WeightsFile(ABC):
             self._contents[name] = self._checked(name, Contents(checksum, finite))
         return self._contents[name]
 
+    def digest(self) -> str:
+        """sha256 of the whole file: what the Hub knows a large file by."""
+        digest, size = hashlib.sha256(), self._stamp[0]
+        buffer = torch.empty(min(size, PIECE_BYTES), dtype=torch.uint8)
+        for begin in range(0, size, PIECE_BYTES):
+            piece = buffer[: min(PIECE_BYTES, size - begin)]
+            self._read_into(piece, begin)
+            digest.update(memoryview(piece.numpy()))
+        return digest.hexdigest()
+
     def _checked(self, name: str, contents: Contents) -> Contents:
         """The contents again, where nothing in the file contradicts them."""
         return contents
@@ -105,7 +116,7 @@ class WeightsFile(ABC):
         return tensor
 
     def _read_into(self, target: torch.Tensor, offset: int) -> None:
-        """Fills `target` [n], uint8, from the file."""
+        """Fills `target` [n], uint8, from the file, which nobody has written to since it was opened, nor meanwhile."""
         self._refuse_changed()
         view = memoryview(target.numpy())
         while view:  # the system gives at most 2 GiB at a time
@@ -113,6 +124,7 @@ class WeightsFile(ABC):
             if count == 0:
                 raise self._changed("became shorter")
             view, offset = view[count:], offset + count
+        self._refuse_changed()
 
     def _read_at(self, view: memoryview, offset: int) -> int:
         if hasattr(os, "preadv"):  # no position, which threads and forked processes would share

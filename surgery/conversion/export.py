@@ -19,7 +19,7 @@ from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.licenses import card_metadata, license_terms
 from ..checkpoint.tokenizer import with_tokenizer
 from ..families.mamba2 import EMBEDDING, HEAD, Mamba2Config
-from .card import CardFacts, front_matter, render_card
+from .card import MARKER, CardFacts, front_matter, kept_readme, render_card
 from .model_folder import copy_companions, output_specs, write_surroundings, write_weights
 from .writer import TensorSpec
 
@@ -50,7 +50,7 @@ def export(
         layout: `mamba_ssm`, or `palimpsa_mamba2`, which transformers loads and `push` takes.
         off: leave the importance of swapped layers out. What remains is their Mamba2 part with the weights as they are
             now; it equals the model with metaplasticity off, not the model.
-        force: replace `out` when it exists.
+        force: replace `out` when it exists, but for a README.md that a user wrote there.
         revision: of a Hub id.
         token: for a private Hub id.
 
@@ -76,8 +76,11 @@ def export(
         )
     config = replace(checkpoint.config, palimpsa_layers=()) if off else checkpoint.config
     specs = output_specs(checkpoint, config)
+    readme = kept_readme(out)
     with output_folder(out, force=force) as folder:
         WRITERS[layout](checkpoint, folder, config, specs, Path(out).resolve().name)
+        if readme is not None:
+            write_text(folder / "README.md", readme)
         _check(checkpoint, folder, specs)
     importance = counted(len(checkpoint.tensors) - len(specs), "tensor")
     left_out = f", {importance} of the importance left out" if swapped and off else ""
@@ -93,7 +96,8 @@ def _write_mamba_ssm(
     copy_companions(checkpoint, folder)
     if checkpoint.license:
         terms = license_terms(card_metadata(checkpoint.path))
-        write_text(folder / "README.md", front_matter(name, license=checkpoint.license, **terms) + f"\n\n# {name}\n")
+        head = front_matter(name, license=checkpoint.license, **terms)
+        write_text(folder / "README.md", f"{head}\n{MARKER}\n\n# {name}\n")
 
 
 def _write_palimpsa(

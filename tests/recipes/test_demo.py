@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from palimpsa_surgery.base.errors import OutputExistsError
+from palimpsa_surgery.recipes import demo as module
 from palimpsa_surgery.recipes import demo_plots
 from palimpsa_surgery.recipes.demo import DemoOptions, demo_commands, run_demo
 from palimpsa_surgery.recipes.training.metrics import read_metrics
@@ -86,3 +87,28 @@ def test_the_folder_is_refused_when_it_holds_something(tmp_path):
     with pytest.raises(OutputExistsError, match="--force"):
         run_demo(tmp_path, options=SMALL)
     assert Path(tmp_path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["plan.yaml", "profile.json", "text/train.jsonl", "report.md"])
+def test_force_does_not_replace_what_no_demo_has_written(tmp_path, name):
+    own = tmp_path / name
+    own.parent.mkdir(exist_ok=True)
+    own.write_text("mine")
+    with pytest.raises(OutputExistsError, match=f"holds {name.split('/')[0]}, which no demo has written"):
+        run_demo(tmp_path, options=SMALL, force=True)
+    assert own.read_text() == "mine"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_force_replaces_what_an_interrupted_demo_has_left(tmp_path, monkeypatch):
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, "measure", stop)
+        run_demo(tmp_path, options=SMALL)
+    assert (tmp_path / "text").is_dir()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, "convert", stop)
+        run_demo(tmp_path, options=SMALL, force=True)
+    assert (tmp_path / "plan.yaml").is_file()

@@ -327,6 +327,25 @@ def test_what_a_template_renders_in_its_own_way_is_not_left_out(tokenizer, templ
     assert 0 < sum(mask) < len(ids)
 
 
+ESCAPES = ["e", "tojson", "replace('<', '(lt)')"]
+LONG = " ".join(f"<w{number}>" for number in range(40))
+
+
+@pytest.mark.parametrize("cut", ["[:30] ~ m.content[-30:]", "[:30]", "[30:]"])
+@pytest.mark.parametrize("escape", ["string", *ESCAPES])
+def test_a_template_that_escapes_a_message_and_drops_a_part_of_it_is_refused(tokenizer, escape, cut):
+    tokenizer.chat_template = TEMPLATE.replace("m.content", f"(m.content{cut}) | {escape}")
+    with pytest.raises(DataError, match=r"t:1: the chat template leaves out content of message 1 \(user\)"):
+        render_chat(Conversation(said(("user", LONG), ("assistant", "yes")), "t:1"), tokenizer)
+
+
+@pytest.mark.parametrize("escape", ESCAPES)
+def test_a_template_that_escapes_a_message_whole_is_taken(tokenizer, escape):
+    tokenizer.chat_template = TEMPLATE.replace("m.content", f"m.content | {escape}")
+    messages = said(("user", f'{LONG} & "so"\n\t? é'), ("assistant", "a < b"))
+    assert len(render_chat(Conversation(messages), tokenizer)) == 1
+
+
 SPOKEN = (
     HEAD + "[{{ m.role }}]{% if m.role == 'assistant' and m.tool_calls and not m.content %}{{ m.tool_calls | tojson }}"
     "{% elif m.role == 'assistant' %}{% generation %}{{ m.content }}</s>{% endgeneration %}"

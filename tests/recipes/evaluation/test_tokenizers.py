@@ -18,7 +18,7 @@ from palimpsa_surgery.recipes.evaluation.suites import recall as suite_recall
 from palimpsa_surgery.recipes.evaluation.suites.suite import EvalText
 from palimpsa_surgery.recipes.training.finetune import finetune
 from palimpsa_surgery.surgery.checkpoint.tokenizer import load_tokenizer
-from palimpsa_surgery.surgery.conversion.convert import convert
+from palimpsa_surgery.surgery.conversion.convert import MeasureOptions, convert
 from palimpsa_surgery.surgery.conversion.export import export
 from palimpsa_surgery.surgery.measure.forgetting import measure
 from tiny import make_model, save_folder
@@ -181,3 +181,39 @@ def test_models_whose_tokenizers_split_a_text_otherwise_are_not_compared(model_f
     edit_json(other / "tokenizer.json", lambda content: content.update(normalizer={"type": "Lowercase"}))
     with pytest.raises(UsageError, match="model and other have different tokenizers"):
         evaluate(model_folder, other, suites=("loss",), lengths=(32,), tokens=64)
+
+
+# A tokenizer that was named although the model has one.
+
+
+@pytest.mark.parametrize("changed", [True, False], ids=["other ids", "the same ids"])
+@pytest.mark.parametrize("verb", ["measure", "evaluate", "generate", "convert", "finetune"])
+def test_a_tokenizer_that_gives_other_ids_than_the_models_own_is_said(
+    verb, changed, model_folder, recipe, tmp_path, caplog
+):
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (other / name).write_bytes((EMBEDDED / name).read_bytes())
+    edit_json(
+        other / "tokenizer.json", lambda content: content.update(normalizer={"type": "Lowercase"} if changed else None)
+    )
+    named = {"tokenizer": other}
+    texts = {
+        "measure": lambda: measure(model_folder, tokens=64, seq_len=32, **named),
+        "evaluate": lambda: evaluate(model_folder, suites=("loss",), lengths=(32,), tokens=64, **named),
+        "generate": lambda: generate(model_folder, "a", max_new_tokens=1, **named),
+        "convert": lambda: convert(
+            make_plain(tmp_path), tmp_path / "out", layers=(1,), measuring=MeasureOptions(**named)
+        ),
+        "finetune": lambda: finetune(
+            model_folder, {**recipe, "steps": 1, "data": {**recipe["data"], "tokenizer": str(other)}}, tmp_path / "run"
+        ),
+    }
+    result = texts[verb]()
+    said = "\n".join(result.notes) if verb == "evaluate" else caplog.text
+    assert ("other gives texts other ids than the one in" in said) == changed
+
+
+def make_plain(folder):
+    return save_folder(make_model(layers=()), folder / "plain")

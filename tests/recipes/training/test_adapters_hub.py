@@ -10,7 +10,7 @@ import pytest
 import torch
 from hub_server import TOKEN
 from huggingface_hub import snapshot_download
-from palimpsa_surgery.base.errors import UsageError
+from palimpsa_surgery.base.errors import CheckpointError, UsageError
 from palimpsa_surgery.recipes.training.adapters import merge
 from palimpsa_surgery.recipes.training.finetune import finetune
 from palimpsa_surgery.sharing.hub import push
@@ -38,7 +38,12 @@ def test_an_adapter_and_its_base_from_the_hub_are_the_trained_model(server, mode
     push(model_folder, "alice/base")
     with pytest.raises(UsageError, match="push that model first and name it with --base"):
         push(run / "adapter", "alice/adapter")
+    same_sizes = finetune(model_folder, {**recipe, "steps": 1, "lr": 1e-2, "warmup": 0}, tmp_path / "other").final
+    push(same_sizes, "alice/other")
+    with pytest.raises(CheckpointError, match="alice/other: has other weights than the model that the adapter was"):
+        push(run / "adapter", "alice/adapter", base="alice/other")
     result = push(run / "adapter", "alice/adapter", base="alice/base")
+    assert result.notes[-1] == "--base alice/base: its weights are those that the adapter was trained on"
     assert set(result.files) == {
         *("README.md", "adapter_config.json", "adapter_model.safetensors", "adapter_source.json", "recipe.yaml")
     }

@@ -267,6 +267,11 @@ def test_trackers_write_offline(model_folder, recipe, tmp_path):
     assert list((tmp_path / "run").rglob("events.out.tfevents*"))
 
 
+def test_a_setting_of_another_mode_is_said_to_have_no_effect(model_folder, recipe, tmp_path, caplog):
+    finetune(model_folder, recipe, tmp_path / "run", overrides=["steps=1", "lora.rank=4"])
+    assert "lora.rank (mode is full) has no effect in this run; leave it out, or change the other" in caplog.text
+
+
 def test_from_the_identity_start_everything_new_moves_within_a_few_steps(recipe, tmp_path):
     model = make_model()
     gate = model.backbone.layers[1].mixer.metaplasticity

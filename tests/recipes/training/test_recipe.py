@@ -3,7 +3,14 @@
 import pytest
 import yaml
 from palimpsa_surgery.base.errors import UsageError
-from palimpsa_surgery.recipes.training.recipe import Recipe, dump_recipe, find_recipe, load_recipe, shipped_recipes
+from palimpsa_surgery.recipes.training.recipe import (
+    Recipe,
+    dump_recipe,
+    find_recipe,
+    load_recipe,
+    shipped_recipes,
+    without_effect,
+)
 
 
 @pytest.mark.parametrize("name", sorted(shipped_recipes()))
@@ -119,3 +126,23 @@ def test_warmup_counts_steps_or_a_fraction(warmup, steps):
 def test_a_value_that_yaml_cannot_read_is_an_override_to_quote(value):
     with pytest.raises(UsageError, match=r"override .*: the value .* is not YAML; quote it"):
         load_recipe("tiny_cpu", [f"description={value}"])
+
+
+@pytest.mark.parametrize(
+    ("values", "overrides", "swapped", "unused"),
+    [
+        ({"lora": {"rank": 4}}, [], True, ["lora.rank (mode is full)"]),
+        ({}, ["lora.rank=16"], True, ["lora.rank (mode is full)"]),
+        ({"mode": "lora", "lora": {"rank": 4}}, ["lora.alpha=8"], True, []),
+        ({"lora": {"rank": 16}}, ["mode=new", "lr=1e-4"], True, ["lr (mode is new, which trains by lr_new)"]),
+        ({}, ["lr_new=1e-4"], False, ["lr_new (no layer is swapped)"]),
+        ({"schedule": "constant"}, ["min_lr_ratio=0.5"], True, ["min_lr_ratio (schedule is constant)"]),
+        ({}, ["keep=3"], True, ["keep (save_every is 0)"]),
+        ({"save_every": 1}, ["keep=3", "lr=1e-4", "lr_new=1e-4"], True, []),
+        ({}, ["data.val=x.txt", "data.val_fraction=0.1"], True, ["data.val_fraction (data.val is given)"]),
+        ({}, ["data.val_fraction=0", "eval_every=2"], True, ["eval_every (no text is held out)"]),
+    ],
+)
+def test_what_is_asked_for_and_has_no_effect_is_named(values, overrides, swapped, unused):
+    recipe = load_recipe({"steps": 3, **values}, overrides)
+    assert without_effect(recipe, overrides, swapped=swapped) == unused

@@ -343,10 +343,15 @@ def test_batches_with_nothing_to_predict_are_left_out(steps, model_folder, blank
     assert caplog.text.count("holds nothing to predict, so it trains nothing") == 1
 
 
-def test_a_text_with_nothing_to_predict_stops_the_run(model_folder, blank, tmp_path, monkeypatch):
+def test_batches_with_nothing_to_predict_end_no_run_that_has_begun(model_folder, blank, tmp_path, monkeypatch, caplog):
+    recipe = {**blank(range(3, 99)), "save_every": 8}
     monkeypatch.setattr(loop, "LOOKED_AT", 3)
-    with pytest.raises(TrainingError, match=r"step 19: 16 batches held nothing to predict; raise data\.seq_len"):
-        finetune(model_folder, blank(range(3, 99)), tmp_path / "run", overrides=["steps=99"])
+    run = finetune(model_folder, recipe, tmp_path / "run", overrides=["steps=20"])
+    assert run.final.is_dir()
+    assert "17 of the batches held nothing to predict and trained nothing" in caplog.text
+    monkeypatch.setattr(loop, "LOOKED_AT", 64)
+    longer = finetune(model_folder, recipe, run.folder, overrides=["steps=40"], resume=True)
+    assert (longer.steps, longer.loss) == (40, run.loss)
 
 
 @pytest.mark.parametrize(

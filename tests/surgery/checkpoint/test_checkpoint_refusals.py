@@ -192,6 +192,12 @@ def test_a_key_that_nobody_knows_is_noted_whatever_its_value(tmp_path, value):
     assert f"1 key that this package does not know and does not follow (use_thing = {value!r})" in note
 
 
+@pytest.mark.parametrize(("key", "value", "noted"), [("_name_or_path", "x", False), ("_use_gate", False, True)])
+def test_a_key_that_begins_with_an_underscore_is_noted_unless_transformers_writes_it(tmp_path, key, value, noted):
+    pico.write_hf(tmp_path, config={key: value, "_attn_implementation_autoset": True})
+    assert [f"{key} = {value}" in note for note in open_checkpoint(tmp_path).notes] == [True] * noted
+
+
 @pytest.mark.parametrize("key", ["residual_multiplier", "logits_scaling"])
 @pytest.mark.parametrize(("value", "noted"), [(0, True), (0.0, True), (1, False), (None, False), (False, False)])
 def test_a_factor_of_zero_is_noted(tmp_path, key, value, noted):

@@ -179,6 +179,21 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, name, read, c
 
 
 @pytest.mark.parametrize("name", ["m.bin", "m.safetensors"])
+def test_a_file_that_is_overwritten_while_its_last_tensor_is_read_is_refused(tmp_path, monkeypatch, name):
+    file = written(tmp_path / name, {"a": torch.ones(5000)})
+    original = weights.WeightsFile._read_at
+
+    def read_at(self, view, offset):
+        count = original(self, view[: max(1, len(view) // 2)], offset)
+        os.utime(tmp_path / name, ns=(0, 0))
+        return count
+
+    monkeypatch.setattr(weights.WeightsFile, "_read_at", read_at)
+    with pytest.raises(CheckpointError, match=f"{name}: was written to while it was read"):
+        file.load("a")
+
+
+@pytest.mark.parametrize("name", ["m.bin", "m.safetensors"])
 @pytest.mark.parametrize("change", [Path.unlink, lambda path: os.replace(path.with_name("other"), path)])
 def test_a_file_that_was_deleted_or_replaced_is_read_to_its_end(tmp_path, name, change):
     (tmp_path / "other").write_bytes(b"another file")

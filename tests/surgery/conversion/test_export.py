@@ -132,6 +132,20 @@ def test_an_output_that_exists_needs_force(tmp_path):
     export(tmp_path / "plain", tmp_path / "out", force=True)
 
 
+@pytest.mark.parametrize("layout", ["mamba_ssm", "palimpsa_mamba2"])
+def test_force_keeps_a_readme_that_a_user_wrote_and_renews_its_own(tmp_path, layout):
+    pico.write_hf(tmp_path / "plain")
+    (tmp_path / "plain" / "README.md").write_text("---\nlicense: mit\n---\n")
+    readme = export(tmp_path / "plain", tmp_path / "out", layout=layout) / "README.md"
+    assert open_checkpoint(tmp_path / "out").license == "mit"
+    (tmp_path / "plain" / "README.md").write_text("---\nlicense: bsd-3-clause\n---\n")
+    export(tmp_path / "plain", tmp_path / "out", layout=layout, force=True)
+    assert open_checkpoint(tmp_path / "out").license == "bsd-3-clause"
+    readme.write_text("# What I found out about this model\n")
+    export(tmp_path / "plain", tmp_path / "out", layout=layout, force=True)
+    assert readme.read_text() == "# What I found out about this model\n"
+
+
 def test_weights_that_do_not_read_back_leave_nothing(tmp_path, monkeypatch):
     pico.write_hf(tmp_path / "plain")
     original = module._state_dict
