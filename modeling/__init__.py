@@ -6,6 +6,8 @@ from ..mixers.geometry import GateSpec, MixerGeometry
 from ..mixers.importance import LayerImportance, record_importance
 from ..mixers.metaplasticity import Metaplasticity, metaplasticity_off
 from ..mixers.mixer import Mamba2Mixer, PalimpsaMixer
+from .palimpsa_d.configuration_palimpsa_d import PalimpsaDConfig
+from .palimpsa_d.modeling_palimpsa_d import PalimpsaDForCausalLM, PalimpsaDModel
 from .palimpsa_mamba2.configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 from .palimpsa_mamba2.modeling_palimpsa_mamba2 import (
     PalimpsaMamba2ForCausalLM,
@@ -16,6 +18,9 @@ from .palimpsa_mamba2.modeling_palimpsa_mamba2 import (
 AutoConfig.register(PalimpsaMamba2Config.model_type, PalimpsaMamba2Config, exist_ok=True)
 AutoModel.register(PalimpsaMamba2Config, PalimpsaMamba2Model, exist_ok=True)
 AutoModelForCausalLM.register(PalimpsaMamba2Config, PalimpsaMamba2ForCausalLM, exist_ok=True)
+AutoConfig.register(PalimpsaDConfig.model_type, PalimpsaDConfig, exist_ok=True)
+AutoModel.register(PalimpsaDConfig, PalimpsaDModel, exist_ok=True)
+AutoModelForCausalLM.register(PalimpsaDConfig, PalimpsaDForCausalLM, exist_ok=True)
 
 __all__ = [
     "GateSpec",
@@ -23,6 +28,9 @@ __all__ = [
     "Mamba2Mixer",
     "Metaplasticity",
     "MixerGeometry",
+    "PalimpsaDConfig",
+    "PalimpsaDForCausalLM",
+    "PalimpsaDModel",
     "PalimpsaMamba2Config",
     "PalimpsaMamba2ForCausalLM",
     "PalimpsaMamba2Model",

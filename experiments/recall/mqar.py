@@ -1,6 +1,7 @@
 """Associative recall from scratch: Mamba2 against Palimpsa-M in all layers, the same for both but for the mixer.
 
 python experiments/recall/mqar.py --preset cpu -o DIR      train what is missing, then report
+python experiments/recall/mqar.py --preset cpu --arms palimpsa_d -o DIR      other layers than those two
 python experiments/recall/mqar.py -o DIR --report          report from the files alone
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from recall_presets import MAMBA2, PALIMPSA, PER_CHANNEL, PER_HEAD, Setting
+from recall_presets import MAMBA2, PALIMPSA, PALIMPSA_D, PER_CHANNEL, PER_HEAD, Setting
 from recall_report import Run
 from recall_runs import Place, Unit, run_main, run_name, run_once, sweep
 from recall_training import TRAIN, build_model, train_and_test
@@ -39,7 +40,7 @@ def _train(setting: Setting, place: Place, arm: str, lr: float, seed: int) -> Ru
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains and reports."""
-    run_main(NAME, (MAMBA2, PALIMPSA, PER_CHANNEL, PER_HEAD), train_all, __doc__, argv)
+    run_main(NAME, (MAMBA2, PALIMPSA, PER_CHANNEL, PER_HEAD, PALIMPSA_D), train_all, __doc__, argv)
 
 
 if __name__ == "__main__":

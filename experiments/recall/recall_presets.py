@@ -10,8 +10,9 @@ from mqar_data import Task
 
 MAMBA2, PALIMPSA = "mamba2", "palimpsa"
 PER_CHANNEL, PER_HEAD = "palimpsa_per_channel", "palimpsa_per_head"
+PALIMPSA_D = "palimpsa_d"
 """Arms: the control; all layers metaplastic as the setting says; the same with one beta per channel, as in the paper;
-the same with one beta per head."""
+the same with one beta per head; Palimpsa-D layers of the same sizes, each head with keys of its own."""
 
 
 @dataclass(frozen=True)

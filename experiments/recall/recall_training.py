@@ -7,7 +7,7 @@ import math
 import multiprocessing
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,16 @@ from mqar_data import RecallBatch, Task, recall_batch
 from palimpsa_surgery.base.errors import PalimpsaError, TrainingError
 from palimpsa_surgery.base.statistics import estimate
 from palimpsa_surgery.mixers.importance import record_importance
+from palimpsa_surgery.mixers.palimpsa_d import PalimpsaDMixer
+from palimpsa_surgery.modeling.palimpsa_d.configuration_palimpsa_d import PalimpsaDConfig
+from palimpsa_surgery.modeling.palimpsa_d.modeling_palimpsa_d import PalimpsaDForCausalLM
 from palimpsa_surgery.modeling.palimpsa_mamba2.configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 from palimpsa_surgery.modeling.palimpsa_mamba2.modeling_palimpsa_mamba2 import PalimpsaMamba2ForCausalLM
 from palimpsa_surgery.recipes.training.optim import make_optimizer, set_lr
 from palimpsa_surgery.recipes.training.recipe import Recipe
-from palimpsa_surgery.surgery.measure.forgetting import measure_forgetting
-from recall_presets import MAMBA2, PER_CHANNEL, PER_HEAD, Setting
+from palimpsa_surgery.surgery.measure.forgetting import ForgettingSums, measure_forgetting
+from palimpsa_surgery.surgery.measure.profile import LayerProfile
+from recall_presets import MAMBA2, PALIMPSA_D, PER_CHANNEL, PER_HEAD, Setting
 from torch import Tensor, nn
 
 LAYERS = 2
@@ -31,10 +35,16 @@ TRAIN, FURTHER, VALIDATION, TEST = range(4)
 """First number of the seed of each stream of sequences."""
 
 
-def build_model(setting: Setting, arm: str, seed: int) -> PalimpsaMamba2ForCausalLM:
-    """A new model. At the same seed all arms hold the same Mamba2 tensors; the rest is the paper's start."""
+def build_model(setting: Setting, arm: str, seed: int) -> PalimpsaMamba2ForCausalLM | PalimpsaDForCausalLM:
+    """A new model. At the same seed all arms hold the same Mamba2 tensors; the rest is the paper's start.
+
+    Palimpsa-D shares no tensors but the embedding's shape; its prior trains as that of the other arms does.
+    """
     torch.manual_seed(seed)
     shared = {"vocab_size": setting.vocab, "num_hidden_layers": LAYERS, **setting.model}
+    if arm == PALIMPSA_D:
+        sizes = {key: value for key, value in shared.items() if key != "chunk_size"}
+        return PalimpsaDForCausalLM(PalimpsaDConfig(**sizes, **setting.metaplastic, train_prior=True))
     plain = PalimpsaMamba2ForCausalLM(PalimpsaMamba2Config(**shared))
     if arm == MAMBA2:
         return plain
@@ -223,8 +233,34 @@ def windows(model: nn.Module, setting: Setting) -> dict[str, list[float]]:
     task = setting.train[-1]
     generator = np.random.default_rng([VALIDATION, task.length, task.pairs])
     ids = recall_batch(task, setting.vocab, setting.validation_rows, generator).ids.numpy()
-    layers = measure_forgetting(model, list(ids), batch_size=64, calibrate=False)
+    if isinstance(model, PalimpsaDForCausalLM):
+        layers = _forgetting_of_d(model, torch.from_numpy(ids))
+    else:
+        layers = measure_forgetting(model, list(ids), batch_size=64, calibrate=False)
     return {str(layer.layer): list(layer.head_window) for layer in layers}
+
+
+@torch.no_grad()
+def _forgetting_of_d(model: PalimpsaDForCausalLM, ids: Tensor) -> list[LayerProfile]:
+    """As `measure_forgetting`, for a layer that has its step sizes from a projection of their own; `ids` all real."""
+    mixers = [module for module in model.modules() if isinstance(module, PalimpsaDMixer)]
+    sums, training, device = [], model.training, model.get_input_embeddings().weight.device
+    model.eval()
+    with contextlib.ExitStack() as hooks:
+        for mixer in mixers:
+            sums.append(ForgettingSums(mixer, calibrate=False))
+            hooks.callback(mixer.dt_proj.register_forward_hook(_watch(mixer, sums[-1])).remove)
+        for rows in ids.split(64):
+            model.get_decoder()(input_ids=rows.to(device), use_cache=False)
+    model.train(training)
+    return [found.result(mixer.layer_idx) for mixer, found in zip(mixers, sums, strict=True)]
+
+
+def _watch(mixer: PalimpsaDMixer, sums: ForgettingSums) -> Callable[..., None]:
+    def watch(module: nn.Module, inputs: tuple[Tensor, ...], raw: Tensor) -> None:
+        sums.add(mixer.step_size(raw), mixer.decay_rate(), torch.ones_like(raw[..., 0], dtype=torch.bool))
+
+    return watch
 
 
 def environment(device: str) -> dict[str, Any]:

@@ -11,14 +11,16 @@ import surgery_recall
 import torch
 from mqar_data import Task, recall_batch
 from palimpsa_surgery.base.errors import TrainingError, UsageError
-from recall_presets import MAMBA2, PALIMPSA, PER_CHANNEL, PER_HEAD, PRESETS
+from recall_presets import MAMBA2, PALIMPSA, PALIMPSA_D, PER_CHANNEL, PER_HEAD, PRESETS
 from recall_runs import Place
 from recall_training import (
     TRAIN,
+    VALIDATION,
     OutOfTimeError,
     answers,
     build_model,
     train_and_test,
+    windows,
 )
 
 TINY = dataclasses.replace(
@@ -56,6 +58,26 @@ def test_both_arms_start_from_the_same_mamba2():
     assert not torch.equal(other["backbone.embeddings.weight"], plain["backbone.embeddings.weight"])
 
 
+def test_palimpsa_d_is_an_arm_of_the_same_sizes_with_windows():
+    model = build_model(TINY, PALIMPSA_D, 0)
+    config = model.config
+    assert (config.model_type, config.n_groups, config.beta_groups) == ("palimpsa_d", 2, 1)
+    assert {key: getattr(config, key) for key in TINY.model if key != "chunk_size"}.items() <= TINY.model.items()
+    found = windows(model.train(), TINY)
+    assert model.training
+    assert {layer: len(heads) for layer, heads in found.items()} == {"0": 2, "1": 2}
+    # The step sizes of the tokens themselves, from the mixers' inputs.
+    mixer, seen = model.backbone.layers[0].mixer, []
+    hook = mixer.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
+    generator = np.random.default_rng([VALIDATION, 16, 3])
+    with torch.no_grad():
+        model(input_ids=recall_batch(Task(16, 3), TINY.vocab, 3, generator).ids, use_cache=False)
+        hook.remove()
+        decay = mixer.decay_rate().double() * mixer.step_size(mixer.dt_proj(seen[0])).double()
+    expected = (1 / (1 - torch.exp(-decay))).mean((0, 1))
+    assert found["0"] == pytest.approx(expected.tolist(), rel=1e-4)
+
+
 def test_the_control_has_no_metaplastic_layer_and_the_other_arm_has_nothing_else():
     assert build_model(TINY, MAMBA2, 0).config.palimpsa_layers == []
     for arm, groups in ((PALIMPSA, 4), (PER_CHANNEL, 8), (PER_HEAD, 1)):
@@ -64,7 +86,7 @@ def test_the_control_has_no_metaplastic_layer_and_the_other_arm_has_nothing_else
         assert (config.palimpsa_layers, config.beta_groups) == ([0, 1], groups)
 
 
-@pytest.mark.parametrize("arm", [MAMBA2, PALIMPSA])
+@pytest.mark.parametrize("arm", [MAMBA2, PALIMPSA, PALIMPSA_D])
 def test_answers_are_the_logits_at_the_questions(arm):
     model = build_model(TINY, arm, 0).eval()
     batch = recall_batch(Task(16, 3), TINY.vocab, 4, np.random.default_rng(0))
@@ -73,7 +95,7 @@ def test_answers_are_the_logits_at_the_questions(arm):
     torch.testing.assert_close(answers(model, batch), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("arm", [MAMBA2, PALIMPSA])
+@pytest.mark.parametrize("arm", [MAMBA2, PALIMPSA, PALIMPSA_D])
 def test_training_moves_every_parameter_and_repeats_exactly(arm):
     results = []
     for _ in range(2):
