@@ -138,7 +138,12 @@ def write_surroundings(
 
 def copy_companions(checkpoint: Checkpoint, folder: Path) -> None:
     """The tokenizer, the texts of the licence, what the model was trained on, and the generation config if there is
-    one."""
+    one.
+
+    Raises:
+        CheckpointError: the folder has been replaced since the checkpoint was opened.
+    """
+    checkpoint.refuse_replaced()
     if checkpoint.generation_config is not None:
         write_json(folder / "generation_config.json", _without_paths(checkpoint.generation_config))
     with reading(checkpoint.source_id):
