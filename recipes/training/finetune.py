@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...base.console import counted, human_count, human_seconds, setup_logging
-from ...base.errors import UsageError
+from ...base.errors import TrainingError, UsageError
 from ...base.files import named_path
 from ...kernels.backends import require_kernels, set_require_kernels
 from ...kernels.common.precision import DTYPES
@@ -28,7 +28,7 @@ from ..data.packing import IGNORED, TokenStream, Window, shared_documents, split
 from ..launch import launched_processes
 from .adapters import save_run
 from .checkpointing import Position, latest_checkpoint, load_checkpoint, model_key, read_position, trained_parameters
-from .loop import check_batch, check_targets, train
+from .loop import check_batch, check_targets, save, summed, train
 from .losses import CausalLoss, resolve_loss
 from .metrics import Training, read_metrics, write_metrics_file
 from .modes import prepare_mode
@@ -267,14 +267,27 @@ def assemble(accelerator: Any, checkpoint: Checkpoint, recipe: Recipe, out: Path
 
 
 def save_final(run: Training, checkpoint: Checkpoint) -> None:
-    """Writes `final/`, a normal model folder; of a lora or qlora run also `adapter/`."""
+    """Writes `final/`, a normal model folder; of a lora or qlora run also `adapter/`.
+
+    Raises:
+        TrainingError: that could not be written; a checkpoint was, from which the run goes on.
+    """
     main = run.accelerator.is_main_process
     trained = gather(run.module, keep=main)
-    if main and run.recipe.mode in ADAPTER_MODES:
-        save_run(run.accelerator.unwrap_model(run.module), trained, checkpoint, run.folder, run.recipe)
-    elif main:
-        save_model(trained, checkpoint, run.folder / "final", run.recipe)
-    run.accelerator.wait_for_everyone()
+    fault: Exception | None = None
+    try:
+        if main and run.recipe.mode in ADAPTER_MODES:
+            save_run(run.accelerator.unwrap_model(run.module), trained, checkpoint, run.folder, run.recipe)
+        elif main:
+            save_model(trained, checkpoint, run.folder / "final", run.recipe)
+    except Exception as error:  # whatever it is, the training is not lost with it
+        fault = error
+    if summed(run.accelerator, float(fault is not None)):
+        save(run)
+        raise TrainingError(
+            f"final: could not be written ({fault or 'see the first process'}); what was trained is whole in "
+            f"checkpoints/step-{run.position.step}: mend that and run again with --resume"
+        ) from fault
 
 
 def open_streams(accelerator: Any, recipe: Recipe, tokenizer: Any, vocab_size: int) -> tuple[TokenStream, list[Window]]:

@@ -114,7 +114,7 @@ def optimizer_step(run: Training, step: int) -> Step:
     length = recipe.data.seq_len_at(step, recipe.total_steps())
     micro = [collate(w, accelerator.device) for w in my_windows(run, length)]
     targets = sum(int((batch["targets"] != IGNORED).sum()) for batch in micro)
-    targets = int(_sum(accelerator, targets))
+    targets = int(summed(accelerator, targets))
     tokens = length * recipe.batch_size
     if targets == 0:
         return Step(None, None, tokens)
@@ -127,7 +127,7 @@ def optimizer_step(run: Training, step: int) -> Step:
             # Processes average their gradients; the factor turns the average of sums into a mean over targets.
             accelerator.backward(loss * (accelerator.num_processes / targets))
         losses.append(loss.detach())
-    loss = _sum(accelerator, sum(float(part) for part in losses)) / targets  # waits for the device only here
+    loss = summed(accelerator, sum(float(part) for part in losses)) / targets  # waits for the device only here
     norm = gradient_norm(run.module)
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise TrainingError(_explain(run, step, micro, loss))
@@ -181,7 +181,8 @@ def save(run: Training) -> None:
     )
 
 
-def _sum(accelerator: Any, value: float) -> float:
+def summed(accelerator: Any, value: float) -> float:
+    """The sum of what each process gives; every process gets it, and waits for the others."""
     if accelerator.num_processes == 1:
         return value
     # fp32 where fp64 is not there; a count of targets fits exactly up to 2**24 a process

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...base.console import bars_are_drawn, counted, human_bytes, human_count, human_seconds
-from ...base.errors import SchemaError
+from ...base.errors import OutputError, SchemaError
 from ...base.files import write_text
 from ...base.schemas import check_version
 from ...mixers.importance import ImportanceRecorder, LayerImportance
@@ -46,6 +46,7 @@ class Training:
         position: where the run is; moves as it goes.
         validate: gives the loss on the validation windows, or None.
         history: the lines of `metrics.jsonl`.
+        behind: whether that file lacks some of them, as the disk refused one.
     """
 
     accelerator: Any
@@ -57,6 +58,7 @@ class Training:
     position: Position
     validate: Callable[[], LossResult] | None = None
     history: list[dict[str, Any]] = field(default_factory=list)
+    behind: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,10 @@ def record_validation(run: Training, step: int) -> None:
 
 
 def write_metrics(run: Training, line: dict[str, Any]) -> None:
-    """Adds one strict JSON line to `metrics.jsonl`, and hands its numbers to the trackers."""
+    """Adds one strict JSON line to `metrics.jsonl`, and hands its numbers to the trackers.
+
+    A disk that refuses it ends no training: the file is written again with the next line.
+    """
     run.history.append(line)
     if not run.accelerator.is_main_process:
         return
@@ -142,8 +147,18 @@ def write_metrics(run: Training, line: dict[str, Any]) -> None:
         text = json.dumps(line, allow_nan=False)
     except ValueError as error:
         raise SchemaError(f"metrics.jsonl: step {line['step']} holds a number that is not finite: {line}") from error
-    with (run.folder / "metrics.jsonl").open("a", encoding="utf-8") as stream:
-        stream.write(text + "\n")
+    path = run.folder / "metrics.jsonl"
+    try:
+        if run.behind:
+            write_metrics_file(path, run.history)
+        else:
+            with path.open("a", encoding="utf-8") as stream:
+                stream.write(text + "\n")
+        run.behind = False
+    except (OSError, OutputError) as error:
+        if not run.behind:
+            logger.warning("step %d: %s cannot be written (%s); the run goes on", line["step"], path, error)
+        run.behind = True
     if run.recipe.trackers:
         run.accelerator.log(_numbers(line), step=line["step"])
 

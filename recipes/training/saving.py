@@ -68,6 +68,7 @@ def save_tensors(
     asked = DTYPES.get(dtype)
     specs = output_specs(checkpoint, checkpoint.config, asked)
     own = checkpoint.layout == "palimpsa_mamba2"
+    checkpoint.refuse_replaced()
     with output_folder(out, force=force) as folder:
         if own:
             _carry_along(checkpoint, folder)

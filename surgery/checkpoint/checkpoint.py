@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...base.errors import CheckpointError
+from ...base.errors import ChangedFileError, CheckpointError
 from ..families.base import Family, Site
 from ..families.mamba2 import Mamba2Config
 from .accounting import (
@@ -82,6 +82,7 @@ class Checkpoint:
     _located: Mapping[str, Located] = field(repr=False)
     _config_file: Path = field(repr=False)
     _owners: Mapping[str, WeightsFile] = field(repr=False)
+    _config_stamp: tuple[int, int, int] = field(repr=False)
 
     def load(self, name: str) -> torch.Tensor:
         """Reads a tensor to the CPU, in the dtype it is stored in and in memory of its own.
@@ -130,6 +131,17 @@ class Checkpoint:
             yield from located.file.pieces(located.entry.source_name)
         else:
             yield from self.load(name).reshape(-1).split(PIECE_BYTES // located.entry.dtype.itemsize)
+
+    def refuse_replaced(self) -> None:
+        """Raises `CheckpointError` where the folder is gone or holds another model now: its weights are still read to
+        their end, but what is copied beside them would be that other model's."""
+        with reading(self.source_id):
+            now = _stamp(self._config_file)
+        if now != self._config_stamp:
+            raise ChangedFileError(
+                f"{self.source_id}: its {self._config_file.name} was replaced while the model was in use; put the "
+                "folder back as it was and leave it alone meanwhile"
+            )
 
     @cached_property
     def fingerprint(self) -> str:
@@ -232,8 +244,15 @@ def _opened(source: Source) -> Checkpoint:
         _located=ordered,
         _config_file=layout.config_file,
         _owners=tensors,
+        _config_stamp=_stamp(layout.config_file),
         **_surroundings(source),
     )
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    """What changes when a file is written again or replaced."""
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _surroundings(source: Source) -> dict[str, Any]:

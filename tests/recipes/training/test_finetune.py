@@ -17,6 +17,7 @@ from palimpsa_surgery.base.errors import (
     UsageError,
 )
 from palimpsa_surgery.recipes.training import finetune as finetune_module
+from palimpsa_surgery.recipes.training import loop
 from palimpsa_surgery.recipes.training.finetune import finetune
 from palimpsa_surgery.recipes.training.metrics import METRICS_VERSION, read_metrics
 from palimpsa_surgery.surgery.checkpoint.checkpoint import open_checkpoint
@@ -265,6 +266,69 @@ def test_trackers_write_offline(model_folder, recipe, tmp_path):
     pytest.importorskip("tensorboard")
     finetune(model_folder, {**recipe, "trackers": ["tensorboard"]}, tmp_path / "run")
     assert list((tmp_path / "run").rglob("events.out.tfevents*"))
+
+
+def during(monkeypatch, step, act):
+    """Calls `act` in the middle of a run, before this step (from 0)."""
+    original = loop.optimiser_step
+
+    def optimiser_step(run, number):
+        if number == step:
+            act()
+        return original(run, number)
+
+    monkeypatch.setattr(loop, "optimiser_step", optimiser_step)
+
+
+def replace_by_another(model):
+    shutil.rmtree(model)
+    save_folder(make_model(layers=[0], seed=3), model)
+
+
+@pytest.mark.parametrize("mode", ["full", "lora"])
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda model: model.rename(model.with_name("moved")), "cannot be read"),
+        (lambda model: (model / "tokenizer.json").unlink(), "tokenizer.json cannot be read"),
+        (replace_by_another, "config.json was replaced while the model was in use"),
+    ],
+    ids=["moved", "without a tokenizer", "another model"],
+)
+def test_a_model_folder_that_changes_during_training_costs_no_training(
+    recipe, tmp_path, monkeypatch, mode, act, message
+):
+    if mode == "lora":
+        pytest.importorskip("peft")
+    recipe = {**recipe, "mode": mode, "lora": {"rank": 2}}
+    model, aside = save_folder(make_model(), tmp_path / "model"), tmp_path / "aside"
+    shutil.copytree(model, aside)
+    expected = tensors(finetune(model, recipe, tmp_path / "undisturbed").final)
+    with monkeypatch.context() as patch:
+        during(patch, 3, lambda: act(model))
+        with pytest.raises(TrainingError, match=rf"{message}.*checkpoints/step-4: mend that and run again with --resu"):
+            finetune(model, recipe, tmp_path / "run")
+    assert not (tmp_path / "run" / "final").exists()
+    shutil.rmtree(model, ignore_errors=True)
+    shutil.copytree(aside, model)
+    found = tensors(finetune(model, recipe, tmp_path / "run", resume=True).final)
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+
+
+def test_a_disk_that_refuses_a_line_of_metrics_ends_no_training(model_folder, recipe, tmp_path, monkeypatch, caplog):
+    path, refusals = tmp_path / "run" / "metrics.jsonl", []
+    original = type(path).open
+
+    def refuses(self, mode="r", **options):
+        if self == path and mode == "a" and not refusals:
+            refusals.append(1)
+            raise OSError(28, "No space left on device")
+        return original(self, mode, **options)
+
+    monkeypatch.setattr(type(path), "open", refuses)
+    finetune(model_folder, recipe, tmp_path / "run")
+    assert "metrics.jsonl cannot be written ([Errno 28] No space left on device); the run goes on" in caplog.text
+    assert [line["step"] for line in read_metrics(path) if line["kind"] == "train"] == [1, 2, 3, 4]
 
 
 def test_a_setting_of_another_mode_is_said_to_have_no_effect(model_folder, recipe, tmp_path, caplog):
