@@ -137,10 +137,6 @@ def write_surroundings(
 
 
 def copy_companions(checkpoint: Checkpoint, folder: Path) -> None:
-<<<<<<< HEAD
-    """The tokenizer, the texts of the license, what the model was trained on, and the generation config if there is
-    one."""
-=======
     """The tokenizer, the texts of the license, what the model was trained on, and the generation config if there is
     one.
 
@@ -148,7 +144,6 @@ def copy_companions(checkpoint: Checkpoint, folder: Path) -> None:
         CheckpointError: the folder has been replaced since the checkpoint was opened.
     """
     checkpoint.refuse_replaced()
->>>>>>> part-nine
     if checkpoint.generation_config is not None:
         write_json(folder / "generation_config.json", _without_paths(checkpoint.generation_config))
     with reading(checkpoint.source_id):
