@@ -15,7 +15,7 @@ LAYERS = ("base", "kernels", "mixers", "modeling", "surgery", "recipes", "sharin
 # Each room imports from itself and from those before it: a folder, or a file that stands among folders.
 ROOMS = (
     *("base", "kernels/backends", "kernels/common", "kernels/conv", "kernels/metaplastic", "kernels/ssd"),
-    *("mixers", "modeling/palimpsa_mamba2", "modeling/__init__", "modeling/bundle"),
+    *("mixers", "modeling/palimpsa_mamba2", "modeling/hybrids", "modeling/__init__", "modeling/bundle"),
     *("surgery/__init__", "surgery/families", "surgery/checkpoint", "surgery/measure"),
     *("surgery/planning", "surgery/conversion"),
     *("recipes/__init__", "recipes/launch", "recipes/data", "recipes/training"),
