@@ -102,7 +102,7 @@ SWAPPED = {
     "zamba2": [0, 3],
     "nemotron_h": [0, 4],
 }
-"""Layers to swap, by `model_type`; each host keeps a plain mixer, and zamba2's layer 3 has attention beside its mixer."""
+"""Layers to swap, by `model_type`; each host keeps a plain mixer, and layer 3 of zamba2 has attention beside its own."""
 
 
 def make_host(variant: str, **changes) -> PreTrainedModel:
