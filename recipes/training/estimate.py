@@ -106,8 +106,8 @@ def _trained(counts: Mapping[str, int], recipe: Recipe, sites: Sequence[Site]) -
     if recipe.mode == "full":
         return sum(counts.values())
     if recipe.mode == "new+swapped":
-        parts = tuple(f".layers.{site.layer}." for site in sites if site.gate)
-        return sum(number for name, number in counts.items() if any(part in name for part in parts))
+        parts = tuple(f"{place}." for site in sites if site.gate for place in (site.norm, site.module))
+        return sum(number for name, number in counts.items() if name.startswith(parts))
     if recipe.mode == "new":
         return _new(counts)
     matrices = [site.geometry.shapes().get(f"{target}.weight", ()) for site in sites for target in recipe.lora.targets]
