@@ -1,4 +1,4 @@
-"""The model: importing this package makes the Auto classes of transformers know it."""
+"""The models: importing this package makes the Auto classes of transformers know them."""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
@@ -6,6 +6,8 @@ from ..mixers.geometry import GateSpec, MixerGeometry
 from ..mixers.importance import LayerImportance, record_importance
 from ..mixers.metaplasticity import Metaplasticity, metaplasticity_off
 from ..mixers.mixer import Mamba2Mixer, PalimpsaMixer
+from .hybrids.configuration_palimpsa_hybrid import config_class, known_hosts
+from .hybrids.modeling_palimpsa_hybrid import model_class
 from .palimpsa_d.configuration_palimpsa_d import PalimpsaDConfig
 from .palimpsa_d.modeling_palimpsa_d import PalimpsaDForCausalLM, PalimpsaDModel
 from .palimpsa_mamba2.configuration_palimpsa_mamba2 import PalimpsaMamba2Config
@@ -21,6 +23,10 @@ AutoModelForCausalLM.register(PalimpsaMamba2Config, PalimpsaMamba2ForCausalLM, e
 AutoConfig.register(PalimpsaDConfig.model_type, PalimpsaDConfig, exist_ok=True)
 AutoModel.register(PalimpsaDConfig, PalimpsaDModel, exist_ok=True)
 AutoModelForCausalLM.register(PalimpsaDConfig, PalimpsaDForCausalLM, exist_ok=True)
+for _host in known_hosts():
+    AutoConfig.register(config_class(_host).model_type, config_class(_host), exist_ok=True)
+    AutoModel.register(config_class(_host), model_class(_host, headless=True), exist_ok=True)
+    AutoModelForCausalLM.register(config_class(_host), model_class(_host), exist_ok=True)
 
 __all__ = [
     "GateSpec",

@@ -16,7 +16,8 @@ LAYERS = ("base", "kernels", "mixers", "modeling", "surgery", "recipes", "sharin
 ROOMS = (
     *("base", "kernels/backends", "kernels/common", "kernels/conv", "kernels/metaplastic", "kernels/ssd"),
     "kernels/metaplastic_delta",
-    *("mixers", "modeling/palimpsa_mamba2", "modeling/palimpsa_d", "modeling/__init__", "modeling/bundle"),
+    *("mixers", "modeling/strict_loading", "modeling/palimpsa_mamba2", "modeling/palimpsa_d", "modeling/hybrids"),
+    *("modeling/__init__", "modeling/bundle"),
     *("surgery/__init__", "surgery/families", "surgery/checkpoint", "surgery/measure"),
     *("surgery/planning", "surgery/conversion"),
     *("recipes/__init__", "recipes/launch", "recipes/data", "recipes/training"),
