@@ -25,6 +25,7 @@ class Host:
         mixers: path of the mixer below its layer, by the layer's type in `config.layer_types`; the other types have
             none.
         norm: the norm before the mixer, beside it.
+        head_dim: key of the config with the channels of a head.
         layers: path of the list of layers below the causal model.
         time_step_limit: bounds of the step size that the models were trained with: a key of the config, or the bounds
             themselves where the class uses others.
@@ -36,6 +37,7 @@ class Host:
 
     mixers: Mapping[str, str]
     norm: str = "input_layernorm"
+    head_dim: str = "mamba_d_head"
     layers: str = "model.layers"
     time_step_limit: str | tuple[float, float] = "time_step_limit"
     input_multiplier: str | None = None
@@ -56,9 +58,10 @@ HOSTS: dict[str, Host] = {
     # Its class clamps the step size at `time_step_min`, which is for initialization; the authors' code does not.
     "zamba2": Host(
         {"linear_attention": "mamba", "hybrid": "mamba_decoder.mamba"},
+        head_dim="mamba_headdim",
         time_step_limit=(0.0, math.inf),
     ),
-    "nemotron_h": Host({"linear_attention": "mixer"}, norm="norm"),
+    "nemotron_h": Host({"linear_attention": "mixer"}, norm="norm", head_dim="mamba_head_dim"),
 }
 """By `model_type`."""
 

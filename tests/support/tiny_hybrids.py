@@ -102,7 +102,7 @@ SWAPPED = {
     "zamba2": [0, 3],
     "nemotron_h": [0, 4],
 }
-"""Layers to swap, by `model_type`; each host keeps a plain mixer, and layer 3 of zamba2 has attention beside its own."""
+"""Layers to swap, by `model_type`; each host keeps a plain mixer; zamba2 has attention beside the one in layer 3."""
 
 
 def make_host(variant: str, **changes) -> PreTrainedModel:
