@@ -123,12 +123,13 @@ class Hybrid:
 
     def sites(self, config: HybridConfig) -> dict[int, Site]:
         from ...modeling.hybrids.hosts import norm_path
+        from ...modeling.hybrids.mixer_hybrid import host_geometry
 
         model, swapped = self.host(config), set(config.palimpsa_layers)
         sites = {}
         for layer, path in self.paths(config).items():
             mixer = model.get_submodule(path)
-            geometry = _geometry(mixer, model.config)
+            geometry = host_geometry(mixer, model.config)
             absent = tuple(geometry.shapes().keys() - dict(mixer.named_parameters()).keys())
             gate = config.gate if layer in swapped else None
             sites[layer] = Site(layer, path, norm_path(config, layer), geometry, gate, absent)
@@ -201,7 +202,7 @@ class Hybrid:
         for name, buffer in self._buffers(config).items():
             plain.register_buffer(name, buffer, persistent=False)
             swapped.register_buffer(name, buffer, persistent=False)
-        return plain, HybridMixer(swapped, self.model_config(config))
+        return plain, HybridMixer(swapped, model.config, config.gate)
 
     def remarks(self, config: HybridConfig) -> tuple[str, ...]:
         from ...modeling.hybrids.hosts import time_step_limit
@@ -241,11 +242,13 @@ class Hybrid:
         return _on_meta(self.name, json.dumps(_strict(config.content), sort_keys=True, default=str))
 
     def _host_config(self, content: Mapping[str, Any], where: str = "config.json") -> Any:
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+        from ...modeling.hybrids.configuration_palimpsa_hybrid import host_config_class
 
         keys = {key: value for key, value in content.items() if key not in ("model_type", "auto_map")}
         try:
-            return CONFIG_MAPPING[self.name].from_dict(keys)
+            return host_config_class(self.name).from_dict(keys)
+        except PalimpsaError:
+            raise
         except Exception as error:  # of many kinds: strict fields, missing keys, arithmetic
             reason = " ".join(str(error).split())[:200].rstrip(".")
             raise CheckpointError(
@@ -304,15 +307,3 @@ HYBRIDS: dict[str, Hybrid] = {
     name: Hybrid(name) for name in ("bamba", "granitemoehybrid", "falcon_h1", "zamba2", "nemotron_h")
 }
 """By the host's `model_type`."""
-
-
-def _geometry(mixer, config):
-    from ...mixers.geometry import MixerGeometry
-    from ...modeling.hybrids.hosts import time_step_limit
-
-    return MixerGeometry(
-        hidden_size=mixer.hidden_size, num_heads=mixer.num_heads, head_dim=mixer.head_dim, n_groups=mixer.n_groups,
-        state_size=mixer.ssm_state_size, conv_kernel=mixer.conv_kernel_size,
-        use_bias=mixer.in_proj.bias is not None, use_conv_bias=mixer.conv1d.bias is not None,
-        norm_eps=getattr(mixer.norm, "variance_epsilon", 1e-5), time_step_limit=time_step_limit(config),
-        chunk_size=mixer.chunk_size)
