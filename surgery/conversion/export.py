@@ -77,7 +77,8 @@ def export(
     layout = layouts[0] if layout is None else layout
     if layout not in layouts:
         raise UsageError(
-            f"--layout {layout}: {checkpoint.source_id} cannot be written so; choose one of {', '.join(layouts)}"
+            f"--layout {layout}: there is no such layout to write for {checkpoint.source_id}; choose one of "
+            f"{', '.join(layouts)}"
         )
     checkpoint = with_tokenizer(checkpoint, option=None)
     refuse_to_delete(out, checkpoint.path)
