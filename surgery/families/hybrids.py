@@ -227,8 +227,8 @@ class Hybrid:
         if tuple(map(float, own)) == bounds:
             return ()
         return (
-            f"{type(model).__name__} bounds step sizes to {_span(own)}, the model was trained with {_span(bounds)}: all "
-            "its mixers have these here, and the class had them when it was compared with",
+            f"{type(model).__name__} bounds step sizes to {_span(own)}, the model was trained with {_span(bounds)}: "
+            "all its mixers have these here, and the class had them when it was compared with",
         )
 
     def _buffers(self, config: HybridConfig) -> dict[str, Tensor]:
