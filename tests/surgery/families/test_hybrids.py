@@ -101,7 +101,7 @@ def test_a_tensor_that_is_missing_is_an_error_and_no_random_layer():
     ("changes", "message"),
     [
         ({"hidden_size": "wide"}, "transformers refuses it as the config of a bamba model .*hidden_size"),
-        ({"layer_types": ["full_attention"] * 3, "attn_layer_indices": [0, 1, 2]}, "none of which has a Mamba2 mixer"),
+        ({"attn_layer_indices": [0, 1, 2]}, "none of which has a Mamba2 mixer"),
         ({"palimpsa_layers": [1], **GATE.keys()}, "palimpsa_layers: names layer 1, which holds no Mamba2 mixer"),
         ({"palimpsa_layers": [0], **GATE.keys(), "beta_groups": 3}, "beta_groups: 3 does not divide head_dim 8"),
     ],
