@@ -12,7 +12,7 @@ from ....mixers.importance import ImportanceRecorder, LayerImportance
 from ....mixers.states import LayerStates
 from ....surgery.families.registry import mixers
 from .plots import draw_heads
-from .streaming import piece_bounds
+from .streaming import piece_bounds, read_piece
 from .suite import EvalOptions, EvalText, Measurement, Subject, SuiteResult
 
 HEAD_RATIO = "metaplasticity ratio of a head"
@@ -63,7 +63,7 @@ def _at_lengths(subject: Subject, window: np.ndarray, options: EvalOptions) -> d
     wanted = {*options.lengths, len(window)}
     cache, found = None, {}
     for start, stop in piece_bounds(len(window), options.chunk, options.lengths):
-        cache = subject.model.get_decoder()(input_ids=ids[:, start:stop], cache=cache, use_cache=True).cache
+        _, cache = read_piece(subject.model.get_decoder(), ids[:, start:stop], cache, start)
         if stop in wanted:
             recorder = ImportanceRecorder()
             for layer, mixer in swapped.items():

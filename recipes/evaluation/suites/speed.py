@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import DynamicCache
 
-from ....mixers.states import LayerStates
-from .streaming import stream_logits
+from .streaming import read_piece, stream_logits
 from .suite import EvalOptions, EvalText, Measurement, Subject, SuiteResult
 
 _PROMPT = 64
@@ -37,10 +37,17 @@ def run(subject: Subject, text: EvalText, options: EvalOptions) -> SuiteResult:
     prompt = subject.tensor(text.filler(min(_PROMPT, options.longest), 0)).unsqueeze(0)
     seconds, cache = _decode_times(subject, prompt, options)
     found.append(_speed("decode", options.decode_tokens, seconds, {"batch": 1}))
-    layers = [LayerStates(cache, layer) for layer in range(subject.model.config.num_hidden_layers)]
-    kept = sum(states.conv.nbytes + states.recurrent.nbytes for states in layers)
+    kept = sum(tensor.nbytes for layer in cache.layers for tensor in _held(layer))
     found.append(_amount("state of a sequence", "MiB", kept / 2**20, {}))
     return SuiteResult(found)
+
+
+def _held(layer: Any) -> Iterator[torch.Tensor]:
+    """The tensors that a layer of a cache keeps, of either kind or both."""
+    states = (*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values())
+    for held in (*states, getattr(layer, "keys", None), getattr(layer, "values", None)):
+        if held is not None:
+            yield held
 
 
 def _speed(name: str, tokens: int, seconds: list[float], at: dict) -> Measurement:
@@ -73,12 +80,12 @@ def _wait() -> None:
 @torch.no_grad()
 def _decode_times(subject: Subject, prompt: torch.Tensor, options: EvalOptions) -> tuple[list[float], DynamicCache]:
     """Seconds for `decode_tokens` single steps, `repeats` times, and the cache they left."""
-    output = subject.model(input_ids=prompt, use_cache=True, logits_to_keep=1)
-    state = {"token": output.logits[:, -1:].argmax(-1), "cache": output.cache}
+    output, cache = read_piece(subject.model, prompt, logits_to_keep=1)
+    state = {"token": output.logits[:, -1:].argmax(-1), "read": prompt.shape[1]}
 
     def write() -> None:
         for _ in range(options.decode_tokens):
-            step = subject.model(input_ids=state["token"], use_cache=True, cache=state["cache"])
-            state["token"] = step.logits[:, -1:].argmax(-1)
+            step, _ = read_piece(subject.model, state["token"], cache, state["read"])
+            state["token"], state["read"] = step.logits[:, -1:].argmax(-1), state["read"] + 1
 
-    return _times(write, options), state["cache"]
+    return _times(write, options), cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -11,6 +13,8 @@ import torch
 from torch import Tensor
 
 from ....base.errors import UsageError
+from ....mixers.states import CACHE_NAMES
+from ....modeling.hybrids.hosts import is_hybrid, logits_factor
 from ...training.losses import chunked_losses
 
 
@@ -33,9 +37,35 @@ def stream(model: Any, ids: Tensor, chunk: int) -> Iterator[tuple[int, Tensor]]:
         return
     cache = None
     for start, stop in bounds:
-        output = model.get_decoder()(input_ids=ids[:, start:stop], cache=cache, use_cache=True)
-        cache = output.cache
+        output, cache = read_piece(model.get_decoder(), ids[:, start:stop], cache, start)
         yield start, output[0]
+
+
+def read_piece(model: Any, ids: Tensor, cache: Any = None, start: int = 0, **options: Any) -> tuple[Any, Any]:
+    """What a model, or its decoder, gives for the tokens [B, t] that follow `start` others, and the cache after them.
+
+    Args:
+        model: answers to `model(input_ids=, use_cache=, cache=)`; of hybrids the cache's name depends on the release.
+        ids: the tokens.
+        cache: what the earlier ones left, None before the first.
+        start: how many they were.
+        options: what else the model is given.
+    """
+    if is_hybrid(getattr(model, "config", None)):
+        # Not every host counts on from what its cache holds.
+        options["position_ids"] = torch.arange(start, start + ids.shape[1], device=ids.device).unsqueeze(0)
+        options[_cache_name(type(model))] = cache
+    else:
+        options["cache"] = cache
+    output = model(input_ids=ids, use_cache=True, **options)
+    found = (getattr(output, name, None) for name in CACHE_NAMES)
+    return output, next(one for one in found if one is not None)
+
+
+@functools.cache
+def _cache_name(model_class: type) -> str:
+    names = inspect.signature(model_class.forward).parameters
+    return next(name for name in CACHE_NAMES if name in names)
 
 
 @torch.no_grad()
@@ -44,7 +74,8 @@ def stream_losses(model: Any, ids: Tensor, chunk: int) -> Tensor:
     losses = torch.empty(ids.shape[0], ids.shape[1] - 1)
     for start, hidden in stream(model, ids[:, :-1], chunk):
         targets = ids[:, start + 1 : start + 1 + hidden.shape[1]]
-        piece = chunked_losses(hidden.flatten(0, 1), model.get_output_embeddings(), targets.flatten())
+        head, factor = model.get_output_embeddings(), logits_factor(model.config)
+        piece = chunked_losses(hidden.flatten(0, 1), head, targets.flatten(), factor)
         losses[:, start : start + hidden.shape[1]] = piece.view(targets.shape).float().cpu()
     return losses
 
@@ -62,8 +93,9 @@ def stream_logits(model: Any, ids: Tensor, positions: Sequence[int], chunk: int)
         here = torch.from_numpy(wanted[(wanted >= start) & (wanted < stop)] - start).to(ids.device)
         # logits_to_keep = 0 would mean all of them: where none is wanted, one is computed and dropped.
         keep = here if len(here) else torch.zeros(1, dtype=torch.long, device=ids.device)
-        carried = {"use_cache": False} if len(bounds) == 1 else {"use_cache": True, "cache": cache}
-        output = model(input_ids=ids[:, start:stop], logits_to_keep=keep, **carried)
-        cache = None if len(bounds) == 1 else output.cache
+        if len(bounds) == 1:
+            output = model(input_ids=ids, use_cache=False, logits_to_keep=keep)
+        else:
+            output, cache = read_piece(model, ids[:, start:stop], cache, start, logits_to_keep=keep)
         found.append(output.logits[:, : len(here)].float())
     return torch.cat(found, dim=1)
