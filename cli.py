@@ -624,8 +624,12 @@ def export(
     model: Model,
     out: OutFolder,
     layout: Annotated[
-        str, typer.Option(help="mamba_ssm, for programs that read that; palimpsa_mamba2, for transformers and push.")
-    ] = "mamba_ssm",
+        str | None,
+        typer.Option(
+            help="mamba_ssm, for programs that read that; palimpsa_mamba2, for transformers and push. Of a hybrid: its "
+            "model_type, or palimpsa_ and it. Default: the first."
+        ),
+    ] = None,
     off: Annotated[
         bool, typer.Option("--off", help="Leave importance out: swapped layers become plain Mamba2 layers.")
     ] = False,

@@ -36,7 +36,7 @@ class PalimpsaDBlock(PalimpsaMamba2Block):
 
 
 class PalimpsaDPreTrainedModel(PalimpsaMamba2PreTrainedModel):
-    """Loading, initialisation and what transformers needs to know of these models."""
+    """Loading, initialization and what transformers needs to know of these models."""
 
     config_class = PalimpsaDConfig
     config: PalimpsaDConfig

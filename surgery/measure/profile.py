@@ -92,6 +92,7 @@ class Profile(StrictModel):
         tokens: real tokens measured.
         seq_len: length of the windows of text; the figures depend on it.
         seed: chose the windows.
+        layers: those that have a Mamba2 mixer, by their numbers in the model; a hybrid has others, too.
     """
 
     method: Literal["measured", "static"]
@@ -106,8 +107,8 @@ class Profile(StrictModel):
     @model_validator(mode="after")
     def _numbered(self) -> Profile:
         numbers = [layer.layer for layer in self.layers]
-        if numbers != list(range(len(numbers))):
-            raise ValueError(f"layers must be numbered 0 to {len(numbers) - 1} in order, not {numbers}")
+        if numbers != sorted(set(numbers)):
+            raise ValueError(f"layers must be in the order of their numbers, each once, not {numbers}")
         return self
 
     @model_validator(mode="after")
@@ -123,6 +124,10 @@ class Profile(StrictModel):
         """Layers that were Palimpsa-M already when the checkpoint was measured."""
         return tuple(layer.layer for layer in self.layers if layer.swapped)
 
+    def of(self, layer: int) -> LayerProfile:
+        """The figures of a layer, by its number in the model: layers without a Mamba2 mixer have none."""
+        return next(figures for figures in self.layers if figures.layer == layer)
+
     def describe(self) -> str:
         """One line for people: which text, how much of it, in windows of what length."""
         if self.method == "static":
@@ -136,11 +141,12 @@ class Profile(StrictModel):
                 f"profile.json:fingerprint: the profile was measured on {self.source} ({self.fingerprint[:12]}), not "
                 f"on {checkpoint.source_id} ({checkpoint.fingerprint[:12]}); measure this checkpoint again"
             )
-        layers = checkpoint.num_layers
-        if len(self.layers) != layers:
+        numbers, mixers = {layer.layer for layer in self.layers}, set(checkpoint.sites)
+        if numbers != mixers:
+            odd = min(numbers ^ mixers)
             raise SchemaError(
-                f"profile.json:layers: lists {counted(len(self.layers), 'layer')}, {checkpoint.source_id} has "
-                f"{layers}; measure this checkpoint again"
+                f"profile.json:layers: lists {counted(len(numbers), 'layer')}, {checkpoint.source_id} has "
+                f"{len(mixers)} with a Mamba2 mixer (layer {odd} is in one alone); measure this checkpoint again"
             )
         for layer in self.layers:
             heads = checkpoint.sites[layer.layer].geometry.num_heads

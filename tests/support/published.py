@@ -36,7 +36,7 @@ def lightning(q, k, v, slope):
 
 
 def linear_attention(q, k, v):
-    """o_t = sum over s <= t of (q_t k_s) v_s (Katharopoulos et al., 2020, without the normaliser)."""
+    """o_t = sum over s <= t of (q_t k_s) v_s (Katharopoulos et al., 2020, without the normalizer)."""
     return (q @ k.T).tril() @ v
 
 

@@ -270,14 +270,14 @@ def test_trackers_write_offline(model_folder, recipe, tmp_path):
 
 def during(monkeypatch, step, act):
     """Calls `act` in the middle of a run, before this step (from 0)."""
-    original = loop.optimiser_step
+    original = loop.optimizer_step
 
-    def optimiser_step(run, number):
+    def optimizer_step(run, number):
         if number == step:
             act()
         return original(run, number)
 
-    monkeypatch.setattr(loop, "optimiser_step", optimiser_step)
+    monkeypatch.setattr(loop, "optimizer_step", optimizer_step)
 
 
 def replace_by_another(model):
