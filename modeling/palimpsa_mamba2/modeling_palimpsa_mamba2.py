@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ...base.errors import CheckpointError, UsageError
 from ...kernels.common.precision import compute_dtype
 from ...kernels.metaplastic.kept import KeptOutputs
+from ...mixers.attention import Attention, GatedMLP
 from ...mixers.geometry import FP32_NAMES
 from ...mixers.layout import SequenceLayout, sequence_layout
 from ...mixers.metaplasticity import Metaplasticity
@@ -39,14 +40,17 @@ class PalimpsaMamba2RMSNorm(nn.Module):
 
 
 class PalimpsaMamba2Block(GradientCheckpointingLayer):
-    """norm, mixer, and the residual stream around them (in fp32 when the config says so)."""
+    """norm, mixer or attention, and the residual stream around them (in fp32 when the config says so); then the same
+    with an MLP where the config has one."""
 
     def __init__(self, config: PalimpsaMamba2Config, layer_idx: int) -> None:
         super().__init__()
         self.residual_in_fp32 = config.residual_in_fp32
         self.norm = PalimpsaMamba2RMSNorm(config.hidden_size, config.layer_norm_epsilon)
-        swapped, geometry = layer_idx in config.palimpsa_layers, config.mixer_geometry()
-        self.mixer = PalimpsaMixer(geometry, config.gate, layer_idx) if swapped else Mamba2Mixer(geometry, layer_idx)
+        self.mixer = _mixer(config, layer_idx)
+        if config.d_intermediate:
+            self.norm2 = PalimpsaMamba2RMSNorm(config.hidden_size, config.layer_norm_epsilon)
+            self.mlp = GatedMLP(config.hidden_size, config.d_intermediate)
 
     def __call__(self, *args, **kwargs):
         recomputed = self.training and self.gradient_checkpointing and torch.is_grad_enabled()
@@ -65,7 +69,17 @@ class PalimpsaMamba2Block(GradientCheckpointingLayer):
         """hidden [B, T, D] to the same shape; `kept` saves a second run of the same block the scan."""
         residual = hidden.to(compute_dtype(hidden)) if self.residual_in_fp32 else hidden
         with nullcontext() if kept is None else kept.use():
-            return residual + self.mixer(self.norm(hidden), cache=cache, layout=layout)
+            hidden = residual + self.mixer(self.norm(hidden), cache=cache, layout=layout)
+        return hidden + self.mlp(self.norm2(hidden)) if hasattr(self, "mlp") else hidden
+
+
+def _mixer(config: PalimpsaMamba2Config, layer_idx: int) -> nn.Module:
+    """What the config wants of a layer: attention, Palimpsa-M or plain Mamba2."""
+    if layer_idx in config.attn_layer_idx:
+        return Attention(config.attention_geometry(), layer_idx)
+    if layer_idx in config.palimpsa_layers:
+        return PalimpsaMixer(config.mixer_geometry(), config.gate, layer_idx)
+    return Mamba2Mixer(config.mixer_geometry(), layer_idx)
 
 
 class PalimpsaMamba2PreTrainedModel(PreTrainedModel):
