@@ -56,10 +56,6 @@ class AttentionGeometry:
         sizes = {field.name: field.default for field in fields(cls)[1:]}
         for key in sorted(set(settings) - set(sizes) - set(cls.FIXED)):
             yield key, "is no setting of mamba_ssm's attention; remove it if it does not change the model"
-        for key, (supported, default) in cls.FIXED.items():
-            value = settings.get(key, default)
-            if type(value) is not type(supported) or value != supported:
-                yield key, f"is {value!r}, only {supported!r} is supported; choose a checkpoint without this variant"
         wrong = False
         for key, default in sizes.items():
             fault = _misfit(key, settings.get(key), default)
@@ -68,6 +64,11 @@ class AttentionGeometry:
                 yield key, f"{fault}; correct the config"
         if not wrong:
             yield from _misfits(hidden_size, settings)
+        for key, (supported, default) in cls.FIXED.items():
+            value = settings.get(key, default)
+            if type(value) is not type(supported) or value != supported:
+                said = repr(value) if key in settings else f"missing, which mamba_ssm takes for {value!r}"
+                yield key, f"is {said}, only {supported!r} is supported; choose a checkpoint without this variant"
 
     def settings(self) -> dict[str, Any]:
         """As a complete `attn_cfg`."""

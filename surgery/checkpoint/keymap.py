@@ -45,6 +45,7 @@ _MAMBA2 = (
         r"|norm\.weight|A_log|D|dt_bias))",
         r"backbone.layers.\1.\2",
     ),
+    Rule(r"(?:model\.)?(?:backbone\.)?layers\.(\d+)\.(norm2\.weight|mlp\.fc[12]\.weight)", r"backbone.layers.\1.\2"),
     Rule(r"(?:model\.)?(?:backbone\.)?norm_f\.weight", "backbone.norm_f.weight"),
     Rule(r"(?:model\.)?lm_head\.weight", HEAD),
 )
