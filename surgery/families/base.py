@@ -62,6 +62,9 @@ class Family(Protocol):
     def sites(self, config: Any) -> dict[int, Site]:
         """The mixers by layer, in order."""
 
+    def kind(self, config: Any, layer: int) -> str:
+        """What a layer without a mixer is, in words."""
+
     def shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that is stored, in the order of the files that are written."""
 

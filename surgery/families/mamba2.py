@@ -95,6 +95,9 @@ class Mamba2:
             for block in [f"backbone.layers.{layer}"]
         }
 
+    def kind(self, config: Mamba2Config, layer: int) -> str:
+        return "attention" if layer in config.attn_layer_idx else "Mamba2"
+
     def shapes(self, config: Mamba2Config) -> dict[str, tuple[int, ...]]:
         matrix, vector = (config.vocab_size, config.hidden_size), (config.hidden_size,)
         shapes: dict[str, tuple[int, ...]] = {EMBEDDING: matrix}

@@ -69,7 +69,8 @@ class Inspection:
         base_model: as the source's card names it.
         swapped_layers: layers that are Palimpsa-M already.
         swapped_geometry: rank, groups, scale form of those layers.
-        layers: per layer figures.
+        layers: figures of each layer that has a mixer.
+        other_layers: what the layers without one are.
         dropped: source tensors that the model does not need, with reasons.
         warnings: what was odd about the checkpoint.
     """
@@ -89,6 +90,7 @@ class Inspection:
     swapped_layers: tuple[int, ...]
     swapped_geometry: dict[str, Any]
     layers: tuple[LayerFigures, ...]
+    other_layers: dict[int, str]
     dropped: tuple[tuple[str, str], ...]
     warnings: tuple[str, ...]
 
@@ -105,6 +107,7 @@ class Inspection:
             ("layout", self.layout),
             ("parameters", f"{human_count(self.parameters)} ({_dtypes(self.dtypes)})"),
             ("layers", str(sizes["num_hidden_layers"])),
+            *_other_layers(self.other_layers),
             ("width", str(sizes["hidden_size"])),
             ("heads", f"{sizes['num_heads']} of {sizes['head_dim']}, in {counted(sizes['n_groups'], 'group')}"),
             ("state size", str(sizes["state_size"])),
@@ -163,9 +166,22 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
             LayerFigures(figures.layer, figures.swapped, figures.rate, figures.window, by_layer[figures.layer])
             for figures in static_forgetting(checkpoint).layers
         ),
+        other_layers={
+            layer: checkpoint.family.kind(config, layer)
+            for layer in range(checkpoint.num_layers)
+            if layer not in checkpoint.sites
+        },
         dropped=tuple((item.source_name, item.reason) for item in checkpoint.dropped),
         warnings=checkpoint.notes,
     )
+
+
+def _other_layers(kinds: dict[int, str]) -> list[tuple[str, str]]:
+    """A row for each kind of layer without a mixer."""
+    return [
+        (f"{kind} layers", ", ".join(str(layer) for layer in kinds if kinds[layer] == kind))
+        for kind in dict.fromkeys(kinds.values())
+    ]
 
 
 def _finite(value: Any) -> Any:

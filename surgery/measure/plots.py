@@ -31,19 +31,21 @@ def plot_profile(profile: Profile, path: str | Path, *, chosen: Sequence[int] = 
     """
     from matplotlib.figure import Figure
 
-    layers, heads = len(profile.layers), max(len(layer.head_rate) for layer in profile.layers)
+    layers, heads = profile.layers[-1].layer + 1, max(len(layer.head_rate) for layer in profile.layers)
+    measured, none = profile.by_layer, [math.nan] * heads  # a layer without a mixer stays white
     height = min(max(3.2, 0.22 * layers + 1.4), 18)
     width = min(max(9.0, 0.16 * heads + 5), 20)
     figure = Figure(figsize=(width, height), dpi=110, facecolor="white", layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     panels = (
-        (left, "window (tokens)", "viridis", [layer.head_window for layer in profile.layers], "window"),
-        (right, "forget rate (nats a token)", "magma_r", [layer.head_rate for layer in profile.layers], "rate"),
+        (left, "window (tokens)", "viridis", "window"),
+        (right, "forget rate (nats a token)", "magma_r", "rate"),
     )
-    for axes, title, colours, values, kind in panels:
-        _heat_map(figure, axes, title, colours, values, chosen)
+    for axes, title, colours, kind in panels:
+        rows = [getattr(measured[i], f"head_{kind}") if i in measured else none for i in range(layers)]
+        _heat_map(figure, axes, title, colours, rows, chosen)
         if layers <= MOST_LABELLED:
-            _layer_means(axes, heads, [getattr(layer, kind) for layer in profile.layers], chosen)
+            _layer_means(axes, heads, {number: getattr(layer, kind) for number, layer in measured.items()}, chosen)
     left.set_ylabel("layer", color=INK)
     left.set_yticks(range(layers) if layers <= MOST_LABELLED else sorted({*range(0, layers, 4), *chosen}))
     for label in left.get_yticklabels():
@@ -87,7 +89,7 @@ def _heat_map(figure: Figure, axes, title: str, colours: str, values: list[list[
         axes.axhspan(layer - 0.5, layer + 0.5, fill=False, edgecolor=MARK, linewidth=1.6)
 
 
-def _layer_means(axes, heads: int, means: list[float], chosen: Sequence[int]) -> None:
-    for layer, mean in enumerate(means):
+def _layer_means(axes, heads: int, means: dict[int, float], chosen: Sequence[int]) -> None:
+    for layer, mean in means.items():
         weight, colour = ("bold", MARK) if layer in chosen else ("normal", INK)
         axes.text(heads - 0.35, layer, f"{mean:.3g}", va="center", fontsize=7, color=colour, fontweight=weight)

@@ -92,6 +92,7 @@ class Profile(StrictModel):
         tokens: real tokens measured.
         seq_len: length of the windows of text; the figures depend on it.
         seed: chose the windows.
+        layers: those that have a mixer, by rising number; a layer of attention alone has no figures.
     """
 
     method: Literal["measured", "static"]
@@ -106,8 +107,8 @@ class Profile(StrictModel):
     @model_validator(mode="after")
     def _numbered(self) -> Profile:
         numbers = [layer.layer for layer in self.layers]
-        if numbers != list(range(len(numbers))):
-            raise ValueError(f"layers must be numbered 0 to {len(numbers) - 1} in order, not {numbers}")
+        if numbers != sorted(set(numbers)):
+            raise ValueError(f"layers must be in rising order, each once, not {numbers}")
         return self
 
     @model_validator(mode="after")
@@ -123,6 +124,11 @@ class Profile(StrictModel):
         """Layers that were Palimpsa-M already when the checkpoint was measured."""
         return tuple(layer.layer for layer in self.layers if layer.swapped)
 
+    @property
+    def by_layer(self) -> dict[int, LayerProfile]:
+        """The layers by their number in the model."""
+        return {layer.layer: layer for layer in self.layers}
+
     def describe(self) -> str:
         """One line for people: which text, how much of it, in windows of what length."""
         if self.method == "static":
@@ -136,11 +142,11 @@ class Profile(StrictModel):
                 f"profile.json:fingerprint: the profile was measured on {self.source} ({self.fingerprint[:12]}), not "
                 f"on {checkpoint.source_id} ({checkpoint.fingerprint[:12]}); measure this checkpoint again"
             )
-        layers = checkpoint.num_layers
-        if len(self.layers) != layers:
+        mixers = list(checkpoint.sites)
+        if list(self.by_layer) != mixers:
             raise SchemaError(
                 f"profile.json:layers: lists {counted(len(self.layers), 'layer')}, {checkpoint.source_id} has "
-                f"{layers}; measure this checkpoint again"
+                f"{_numbers(mixers)}; measure this checkpoint again"
             )
         for layer in self.layers:
             heads = checkpoint.sites[layer.layer].geometry.num_heads
@@ -155,6 +161,13 @@ class Profile(StrictModel):
                     f"profile.json:layers.{layer.layer}.swapped: is {str(layer.swapped).lower()}, but that layer of "
                     f"{checkpoint.source_id} is {kind}; correct it, or measure this checkpoint again"
                 )
+
+
+def _numbers(layers: list[int]) -> str:
+    """How many layers have a mixer, and which where that is not all."""
+    if layers == list(range(len(layers))):
+        return str(len(layers))
+    return f"{len(layers)} with a mixer ({', '.join(map(str, layers))})"
 
 
 def rounded(values: list[float]) -> list[float]:

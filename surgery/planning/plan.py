@@ -168,11 +168,14 @@ def parse_layers(text: str) -> int | tuple[int, ...]:
 
 
 def _bad_layers(layers: Sequence[int], checkpoint: Checkpoint) -> Iterator[str]:
-    """What is wrong with each layer that the model has not, or that is Palimpsa-M already."""
+    """What is wrong with each layer that the model has not, that has no mixer, or that is Palimpsa-M already."""
     num_layers, swapped = checkpoint.num_layers, checkpoint.palimpsa_layers
     for layer in layers:
         if layer >= num_layers:
             yield f"layer {layer}: the model has {counted(num_layers, 'layer')}, 0 to {num_layers - 1}"
+        elif layer not in checkpoint.sites:
+            kind = checkpoint.family.kind(checkpoint.config, layer)
+            yield f"layer {layer}: is {kind}, which has no mixer to swap; choose layers of Mamba2"
         if layer in swapped:
             listed = ", ".join(str(number) for number in swapped)
             yield f"layer {layer}: is Palimpsa-M already (swapped: {listed}); choose plain Mamba2 layers"
@@ -249,7 +252,7 @@ def make_plan(
 
 
 def _asked_for(profile: Profile | None, layer: int) -> str:
-    return "asked for" if profile is None else f"asked for, window {profile.layers[layer].window:.4g} tokens"
+    return "asked for" if profile is None else f"asked for, window {profile.by_layer[layer].window:.4g} tokens"
 
 
 def write_plan(plan: Plan, path: str | Path) -> None:

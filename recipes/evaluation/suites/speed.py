@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import DynamicCache
 
-from ....mixers.states import LayerStates
 from .streaming import stream_logits
 from .suite import EvalOptions, EvalText, Measurement, Subject, SuiteResult
 
@@ -37,10 +37,17 @@ def run(subject: Subject, text: EvalText, options: EvalOptions) -> SuiteResult:
     prompt = subject.tensor(text.filler(min(_PROMPT, options.longest), 0)).unsqueeze(0)
     seconds, cache = _decode_times(subject, prompt, options)
     found.append(_speed("decode", options.decode_tokens, seconds, {"batch": 1}))
-    layers = [LayerStates(cache, layer) for layer in range(subject.model.config.num_hidden_layers)]
-    kept = sum(states.conv.nbytes + states.recurrent.nbytes for states in layers)
+    kept = sum(tensor.nbytes for layer in cache.layers for tensor in _held(layer))
     found.append(_amount("state of a sequence", "MiB", kept / 2**20, {}))
     return SuiteResult(found)
+
+
+def _held(layer: Any) -> Iterator[torch.Tensor]:
+    """The tensors that a layer of a cache keeps, of either kind or both."""
+    states = (*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values())
+    for held in (*states, getattr(layer, "keys", None), getattr(layer, "values", None)):
+        if held is not None:
+            yield held
 
 
 def _speed(name: str, tokens: int, seconds: list[float], at: dict) -> Measurement:
