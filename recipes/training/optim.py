@@ -16,7 +16,7 @@ from .recipe import Recipe
 NEW = f".{GATE}."
 """Every parameter that surgery adds lives in a sub-module of this name."""
 
-DECAYED = ("in_proj", "out_proj", "beta_down", "beta_up", "lora_A", "lora_B")
+DECAYED = ("in_proj", "out_proj", "fc1", "fc2", "beta_down", "beta_up", "lora_A", "lora_B")
 """Matrices that map features to features. Nothing else decays: A_log, D, dt_bias, the scale and the prior are rates,
 for which zero means something; norms and biases are offsets; the four taps of a convolution are a filter; and the row
 of a rare token in the embedding would only shrink."""
