@@ -18,7 +18,7 @@ from ...mixers.geometry import FP32_NAMES
 from ...mixers.layout import SequenceLayout, sequence_layout
 from ...mixers.metaplasticity import Metaplasticity
 from ...mixers.mixer import Mamba2Mixer, PalimpsaMixer
-from ...mixers.states import CACHE_NAMES, has_read, not_yet_read, note_tokens, take_cache, tokens_read
+from ...mixers.states import CACHE_NAMES, has_read, not_yet_read, note_tokens, take_cache
 from .configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 from .initial_values import initialize
 from .outputs import CACHE_FIELD, PalimpsaMamba2CausalLMOutput, PalimpsaMamba2Output
@@ -327,11 +327,16 @@ class PalimpsaMamba2ForCausalLM(PalimpsaMamba2PreTrainedModel, GenerationMixin):
         inputs["cache"] = cache
         return inputs
 
+    @staticmethod
+    def create_masks_for_generate(attention_mask=None, **kwargs):
+        """The mask as it is, also where a cache may be compiled: attention makes its own of it."""
+        return attention_mask
+
     def _prefill(self, input_ids, generation_config, model_kwargs, **kwargs):
         """The part of the prompt that a given cache has not read, in pieces when `prefill_chunk_size` asks for it.
 
-        transformers counts cached keys for both, and recurrent states have none. As with its own models the ids are the
-        whole text, or the new tokens alone beside a mask of the whole. Everything else is left to transformers.
+        transformers counts cached keys for both, of which recurrent states have none. As with its own models the ids
+        are the whole text, or the new tokens alone beside a mask of the whole. Everything else is left to transformers.
 
         Raises:
             UsageError: the text does not begin with what the cache has read.
@@ -339,7 +344,7 @@ class PalimpsaMamba2ForCausalLM(PalimpsaMamba2PreTrainedModel, GenerationMixin):
         arguments = dict(model_kwargs)
         cache, mask = take_cache(arguments), arguments.get("attention_mask")
         size = generation_config.prefill_chunk_size
-        resumed = bool(tokens_read(cache))
+        resumed = has_read(cache)
         if not (resumed or size) or cache is None or arguments.get("inputs_embeds") is not None:
             return super()._prefill(input_ids, generation_config, model_kwargs, **kwargs)
         end = 0 if mask is None else mask.shape[1] - input_ids.shape[1]
