@@ -83,6 +83,8 @@ class AttentionStates:
         before, start, first = self._real, self._length, not self.filled
         batch, _, length, _ = keys.shape
         start = start.clone() if isinstance(start, Tensor) else start  # the cache counts in place
+        if first and not hasattr(self._layer, "max_cache_len"):
+            self._layer.is_initialized = False  # transformers 5.17 lengthens the old keys after a reset
         all_keys, all_values = self.cache.update(keys.detach(), values.detach(), self.layer_idx)
         self._note(before, start, (batch, length), lengths, keys.device)
         if conv is not None:
