@@ -92,7 +92,7 @@ def new_tensors(checkpoint: Checkpoint, plan: Plan, profile: Profile) -> Callabl
                 gate=plan.gate,
                 seed=plan.seed,
                 strength=plan.strength,
-                calibration=profile.by_layer[layer].calibration,
+                calibration=profile.of(layer).calibration,
                 load_in_proj=lambda: checkpoint.load(site.tensor("in_proj.weight")),
             )
         )

@@ -59,6 +59,9 @@ class Family(Protocol):
     def config(self, where: str, keys: Mapping[str, Any]) -> Any:
         """The config of a checkpoint, from keys under transformers' names; `CheckpointError` names the file `where`."""
 
+    def paths(self, config: Any) -> dict[int, str]:
+        """The paths of the mixers in the model by layer, in order; `config` may be that of a model that runs, too."""
+
     def sites(self, config: Any) -> dict[int, Site]:
         """The mixers by layer, in order."""
 

@@ -86,13 +86,18 @@ class Mamba2:
             raise CheckpointError(f"{where}:{key}: {fault}, or restore the config that was written with the weights")
         return Mamba2Config(**{**vars(config), "gate": gate})
 
+    def paths(self, config: Any) -> dict[int, str]:
+        attention = set(config.attn_layer_idx)
+        layers = (layer for layer in range(config.num_hidden_layers) if layer not in attention)
+        return {layer: f"backbone.layers.{layer}.mixer" for layer in layers}
+
     def sites(self, config: Mamba2Config) -> dict[int, Site]:
         geometry, swapped = MixerGeometry.of(config), set(config.palimpsa_layers)
         return {
-            layer: Site(layer, f"{block}.mixer", f"{block}.norm", geometry, config.gate if layer in swapped else None)
-            for layer in range(config.num_hidden_layers)
-            if layer not in config.attn_layer_idx
-            for block in [f"backbone.layers.{layer}"]
+            layer: Site(
+                layer, path, f"{path.removesuffix('mixer')}norm", geometry, config.gate if layer in swapped else None
+            )
+            for layer, path in self.paths(config).items()
         }
 
     def kind(self, config: Mamba2Config, layer: int) -> str:

@@ -13,5 +13,5 @@ FAMILIES: dict[str, Family] = {"palimpsa_mamba2": MAMBA2}
 
 def mixers(model: Any) -> dict[int, Any]:
     """The mixers of a model that runs, swapped or not, by layer."""
-    sites = FAMILIES[model.config.model_type].sites(model.config)
-    return {layer: model.get_submodule(site.module) for layer, site in sites.items()}
+    paths = FAMILIES[model.config.model_type].paths(model.config)
+    return {layer: model.get_submodule(path) for layer, path in paths.items()}

@@ -92,7 +92,7 @@ class Profile(StrictModel):
         tokens: real tokens measured.
         seq_len: length of the windows of text; the figures depend on it.
         seed: chose the windows.
-        layers: those that have a mixer, by rising number; a layer of attention alone has no figures.
+        layers: those that have a Mamba2 mixer, by their numbers in the model; a hybrid has others, too.
     """
 
     method: Literal["measured", "static"]
@@ -108,7 +108,7 @@ class Profile(StrictModel):
     def _numbered(self) -> Profile:
         numbers = [layer.layer for layer in self.layers]
         if numbers != sorted(set(numbers)):
-            raise ValueError(f"layers must be in rising order, each once, not {numbers}")
+            raise ValueError(f"layers must be in the order of their numbers, each once, not {numbers}")
         return self
 
     @model_validator(mode="after")
@@ -124,10 +124,9 @@ class Profile(StrictModel):
         """Layers that were Palimpsa-M already when the checkpoint was measured."""
         return tuple(layer.layer for layer in self.layers if layer.swapped)
 
-    @property
-    def by_layer(self) -> dict[int, LayerProfile]:
-        """The layers by their number in the model."""
-        return {layer.layer: layer for layer in self.layers}
+    def of(self, layer: int) -> LayerProfile:
+        """The figures of a layer, by its number in the model: layers without a Mamba2 mixer have none."""
+        return next(figures for figures in self.layers if figures.layer == layer)
 
     def describe(self) -> str:
         """One line for people: which text, how much of it, in windows of what length."""
@@ -142,11 +141,11 @@ class Profile(StrictModel):
                 f"profile.json:fingerprint: the profile was measured on {self.source} ({self.fingerprint[:12]}), not "
                 f"on {checkpoint.source_id} ({checkpoint.fingerprint[:12]}); measure this checkpoint again"
             )
-        mixers = list(checkpoint.sites)
-        if list(self.by_layer) != mixers:
+        numbers, mixers = {layer.layer for layer in self.layers}, set(checkpoint.sites)
+        if numbers != mixers:
             raise SchemaError(
-                f"profile.json:layers: lists {counted(len(self.layers), 'layer')}, {checkpoint.source_id} has "
-                f"{_numbers(mixers)}; measure this checkpoint again"
+                f"profile.json:layers: lists {counted(len(numbers), 'layer')}, {checkpoint.source_id} has "
+                f"{len(mixers)} with a Mamba2 mixer (layer {min(numbers ^ mixers)} is in one alone); measure this checkpoint again"
             )
         for layer in self.layers:
             heads = checkpoint.sites[layer.layer].geometry.num_heads
@@ -161,13 +160,6 @@ class Profile(StrictModel):
                     f"profile.json:layers.{layer.layer}.swapped: is {str(layer.swapped).lower()}, but that layer of "
                     f"{checkpoint.source_id} is {kind}; correct it, or measure this checkpoint again"
                 )
-
-
-def _numbers(layers: list[int]) -> str:
-    """How many layers have a mixer, and which where that is not all."""
-    if layers == list(range(len(layers))):
-        return str(len(layers))
-    return f"{len(layers)} with a mixer ({', '.join(map(str, layers))})"
 
 
 def rounded(values: list[float]) -> list[float]:
