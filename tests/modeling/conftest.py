@@ -60,12 +60,13 @@ def _oracle_attention(config, p, prefix, h):
     heads, shared, size = settings["num_heads"], settings["num_heads_kv"], settings["head_dim"]
     half = settings["rotary_emb_dim"] // 2
     rows = h @ p[prefix + "in_proj.weight"].T + p.get(prefix + "in_proj.bias", 0.0)
-    taps, weight = settings["d_conv"], p[prefix + "conv1d.weight"][:, 0]
-    before = torch.cat([torch.zeros(taps - 1, rows.shape[1], dtype=torch.float64), rows])
+    if taps := settings["d_conv"]:
+        before = torch.cat([torch.zeros(taps - 1, rows.shape[1], dtype=torch.float64), rows])
+        weight, bias = p[prefix + "conv1d.weight"][:, 0], p[prefix + "conv1d.bias"]
+        rows = torch.stack([(before[t : t + taps] * weight.T).sum(0) + bias for t in range(len(h))])
     out, keys, values = [], [], []
     for t in range(len(h)):
-        mixed = (before[t : t + taps] * weight.T).sum(0) + p[prefix + "conv1d.bias"]
-        q, k, v = (part.view(-1, size).clone() for part in mixed.split([heads * size, shared * size, shared * size]))
+        q, k, v = (part.view(-1, size).clone() for part in rows[t].split([heads * size, shared * size, shared * size]))
         for vectors in (q, k):
             for i in range(half):
                 angle = torch.tensor(t / settings["rotary_emb_base"] ** (i / half), dtype=torch.float64)

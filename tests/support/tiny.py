@@ -87,8 +87,9 @@ def make_lively_model(config: PalimpsaMamba2Config, seed: int = 0) -> PalimpsaMa
         mixer = block.mixer
         mixer.in_proj.weight.normal_(0.0, 1.0 / math.sqrt(config.hidden_size))
         mixer.out_proj.weight.normal_(0.0, 1.0 / math.sqrt(config.hidden_size))
-        mixer.conv1d.weight.normal_(0.0, 0.7)
-        mixer.conv1d.bias.normal_(0.0, 0.3)
+        if mixer.conv1d is not None:
+            mixer.conv1d.weight.normal_(0.0, 0.7)
+            mixer.conv1d.bias.normal_(0.0, 0.3)
         if hasattr(block, "mlp"):
             block.mlp.fc1.weight.normal_(0.0, 1.0 / math.sqrt(config.hidden_size))
             block.mlp.fc2.weight.normal_(0.0, 1.0 / math.sqrt(config.hidden_size))
