@@ -15,19 +15,10 @@ from ..checkpoint.sources import tokenizer_file_name
 from .forgetting import static_forgetting
 
 SCHEMA_VERSION = 1
-_GEOMETRY = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_heads",
-    "head_dim",
-    "state_size",
-    "n_groups",
-    "conv_kernel",
-    "vocab_size",
-    "use_bias",
-    "use_conv_bias",
-    "residual_in_fp32",
-    "time_step_limit",
+_OF_MODEL = ("hidden_size", "num_hidden_layers", "vocab_size", "residual_in_fp32")
+_OF_MIXERS = (
+    *("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel"),
+    *("use_bias", "use_conv_bias", "time_step_limit"),
 )
 
 
@@ -40,7 +31,7 @@ class LayerFigures:
         swapped: whether it is Palimpsa-M already.
         static_rate: nats forgotten a token, mean over heads.
         static_window: tokens remembered, mean over heads.
-        parameters: how many numbers the layer has, its block norm included.
+        parameters: how many numbers its mixer has, and the norm before it.
     """
 
     layer: int
@@ -150,7 +141,7 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
     return Inspection(
         source=checkpoint.source_id,
         layout=checkpoint.layout,
-        geometry={key: _finite(getattr(config, key)) for key in _GEOMETRY},
+        geometry=_geometry(checkpoint),
         parameters=sum(dtypes.values()),
         bytes=sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries),
         dtypes=dict(dtypes.most_common()),
@@ -182,6 +173,13 @@ def _other_layers(kinds: dict[int, str]) -> list[tuple[str, str]]:
         (f"{kind} layers", ", ".join(str(layer) for layer in kinds if kinds[layer] == kind))
         for kind in dict.fromkeys(kinds.values())
     ]
+
+
+def _geometry(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Sizes of the model and of its mixers, which are alike in all layers."""
+    mixer = next(iter(checkpoint.sites.values())).geometry
+    config = {key: getattr(checkpoint.config, key) for key in _OF_MODEL if hasattr(checkpoint.config, key)}
+    return config | {key: _finite(getattr(mixer, key)) for key in _OF_MIXERS}
 
 
 def _finite(value: Any) -> Any:
