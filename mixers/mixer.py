@@ -29,10 +29,18 @@ from .states import LayerStates
 
 
 class CausalConv1d(nn.Conv1d):
-    """Depthwise causal convolution with SiLU over [B, T, C]; a module of its own, so that hooks on its weight fire."""
+    """Depthwise causal convolution over [B, T, C]; a module of its own, so that hooks on its weight fire.
 
-    def __init__(self, channels: int, width: int, bias: bool) -> None:
+    Args:
+        channels: C.
+        width: W, the taps.
+        bias: whether there is one.
+        activation: "silu" or None.
+    """
+
+    def __init__(self, channels: int, width: int, bias: bool, activation: str | None = "silu") -> None:
         super().__init__(channels, channels, width, groups=channels, padding=width - 1, bias=bias)
+        self.activation = activation
 
     def forward(
         self, x: Tensor, layout: SequenceLayout | None = None, state: Tensor | None = None, *, step: bool = False
@@ -51,12 +59,14 @@ class CausalConv1d(nn.Conv1d):
         """
         weight = self.weight.squeeze(1)
         if step:
-            return causal_conv_step(x, state, weight, self.bias, "silu"), state
+            return causal_conv_step(x, state, weight, self.bias, self.activation), state
         cu_seqlens = None if layout is None else layout.cu_seqlens
         padded = layout is not None and layout.order is not None
         if padded:
             x = reorder(x, layout.order)
-        y, final = causal_conv(x, weight, self.bias, activation="silu", initial_state=state, cu_seqlens=cu_seqlens)
+        y, final = causal_conv(
+            x, weight, self.bias, activation=self.activation, initial_state=state, cu_seqlens=cu_seqlens
+        )
         if padded:
             y = reorder(y, layout.inverse)
             final = final if layout.packed else self._last_inputs(x, state, layout.lengths)

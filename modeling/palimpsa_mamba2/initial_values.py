@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
+from ...mixers.attention import Projection
 from ...mixers.metaplasticity import Metaplasticity
-from ...mixers.mixer import Mamba2Mixer
+from ...mixers.mixer import CausalConv1d, Mamba2Mixer
 from ...mixers.start import start_gate
 from .configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 
@@ -25,6 +26,11 @@ def initialize(module: nn.Module, config: PalimpsaMamba2Config) -> None:
         _initialize_mixer(module, config)
     elif isinstance(module, Metaplasticity):
         start_gate(module, init)
+    elif isinstance(module, Projection):
+        _initialize_projection(module, config)
+    elif isinstance(module, CausalConv1d) and module.activation is None:  # of attention; a mixer draws its own
+        init.kaiming_uniform_(module.weight, a=math.sqrt(5))
+        init.zeros_(module.bias)
     elif isinstance(module, nn.Embedding) or _is_head(module, config):
         init.normal_(module.weight, mean=0.0, std=config.initializer_range)
     elif hasattr(module, "eps") and hasattr(module, "weight"):
@@ -43,10 +49,22 @@ def _initialize_mixer(mixer: Mamba2Mixer, config: PalimpsaMamba2Config) -> None:
     init.copy_(mixer.dt_bias, step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
     init.kaiming_uniform_(mixer.conv1d.weight, a=math.sqrt(5))
     init.kaiming_uniform_(mixer.in_proj.weight, a=math.sqrt(5))
-    # One residual branch a layer: its scale is 1 / sqrt(layers) at the start, as in GPT-2.
-    branches = config.num_hidden_layers if config.rescale_prenorm_residual else 1
-    bound = (1.0 / (mixer.out_proj.weight.shape[1] * branches)) ** 0.5
+    bound = (1.0 / (mixer.out_proj.weight.shape[1] * _branches(config))) ** 0.5
     init.uniform_(mixer.out_proj.weight, -bound, bound)
     for bias in (mixer.conv1d.bias, mixer.in_proj.bias, mixer.out_proj.bias):
         if bias is not None:
             init.zeros_(bias)
+
+
+def _initialize_projection(projection: Projection, config: PalimpsaMamba2Config) -> None:
+    bound = (1.0 / (projection.in_features * (_branches(config) if projection.closes else 1))) ** 0.5
+    init.uniform_(projection.weight, -bound, bound)
+    if projection.bias is not None:
+        init.zeros_(projection.bias)
+
+
+def _branches(config: PalimpsaMamba2Config) -> int:
+    """Residual branches of the model: the scale of each is 1 / sqrt(branches) at the start, as in GPT-2."""
+    if not config.rescale_prenorm_residual:
+        return 1
+    return config.num_hidden_layers * (2 if config.d_intermediate else 1)

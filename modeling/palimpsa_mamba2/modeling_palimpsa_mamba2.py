@@ -13,10 +13,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ...base.errors import UsageError
 from ...kernels.common.kept import KeptOutputs
 from ...kernels.common.precision import compute_dtype
+from ...mixers.attention import Attention, GatedMLP
 from ...mixers.geometry import FP32_NAMES
 from ...mixers.layout import SequenceLayout, sequence_layout
 from ...mixers.mixer import Mamba2Mixer, PalimpsaMixer
-from ...mixers.states import CACHE_NAMES, has_read, not_yet_read, note_tokens, take_cache, tokens_read
+from ...mixers.states import CACHE_NAMES, has_read, not_yet_read, note_tokens, take_cache
 from ..strict_loading import StrictLoadingMixin
 from .configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 from .initial_values import initialize
@@ -39,14 +40,17 @@ class PalimpsaMamba2RMSNorm(nn.Module):
 
 
 class PalimpsaMamba2Block(GradientCheckpointingLayer):
-    """norm, mixer, and the residual stream around them (in fp32 when the config says so)."""
+    """norm, mixer or attention, and the residual stream around them (in fp32 when the config says so); then the same
+    with an MLP where the config has one."""
 
     def __init__(self, config: PalimpsaMamba2Config, layer_idx: int) -> None:
         super().__init__()
         self.residual_in_fp32 = config.residual_in_fp32
         self.norm = PalimpsaMamba2RMSNorm(config.hidden_size, config.layer_norm_epsilon)
-        swapped, geometry = layer_idx in config.palimpsa_layers, config.mixer_geometry()
-        self.mixer = PalimpsaMixer(geometry, config.gate, layer_idx) if swapped else Mamba2Mixer(geometry, layer_idx)
+        self.mixer = _mixer(config, layer_idx)
+        if config.d_intermediate:
+            self.norm2 = PalimpsaMamba2RMSNorm(config.hidden_size, config.layer_norm_epsilon)
+            self.mlp = GatedMLP(config.hidden_size, config.d_intermediate)
 
     def __call__(self, *args, **kwargs):
         recomputed = self.training and self.gradient_checkpointing and torch.is_grad_enabled()
@@ -65,7 +69,17 @@ class PalimpsaMamba2Block(GradientCheckpointingLayer):
         """hidden [B, T, D] to the same shape; `kept` saves a second run of the same block the scan."""
         residual = hidden.to(compute_dtype(hidden)) if self.residual_in_fp32 else hidden
         with nullcontext() if kept is None else kept.use():
-            return residual + self.mixer(self.norm(hidden), cache=cache, layout=layout)
+            hidden = residual + self.mixer(self.norm(hidden), cache=cache, layout=layout)
+        return hidden + self.mlp(self.norm2(hidden)) if hasattr(self, "mlp") else hidden
+
+
+def _mixer(config: PalimpsaMamba2Config, layer_idx: int) -> nn.Module:
+    """What the config wants of a layer: attention, Palimpsa-M or plain Mamba2."""
+    if layer_idx in config.attn_layer_idx:
+        return Attention(config.attention_geometry(), layer_idx)
+    if layer_idx in config.palimpsa_layers:
+        return PalimpsaMixer(config.mixer_geometry(), config.gate, layer_idx)
+    return Mamba2Mixer(config.mixer_geometry(), layer_idx)
 
 
 class PalimpsaMamba2PreTrainedModel(StrictLoadingMixin, PreTrainedModel):
@@ -287,11 +301,16 @@ class PalimpsaMamba2ForCausalLM(PalimpsaMamba2PreTrainedModel, GenerationMixin):
         inputs["cache"] = cache
         return inputs
 
+    @staticmethod
+    def create_masks_for_generate(attention_mask=None, **kwargs):
+        """The mask as it is, also where a cache may be compiled: attention makes its own of it."""
+        return attention_mask
+
     def _prefill(self, input_ids, generation_config, model_kwargs, **kwargs):
         """The part of the prompt that a given cache has not read, in pieces when `prefill_chunk_size` asks for it.
 
-        transformers counts cached keys for both, and recurrent states have none. As with its own models the ids are the
-        whole text, or the new tokens alone beside a mask of the whole. Everything else is left to transformers.
+        transformers counts cached keys for both, of which recurrent states have none. As with its own models the ids
+        are the whole text, or the new tokens alone beside a mask of the whole. Everything else is left to transformers.
 
         Raises:
             UsageError: the text does not begin with what the cache has read.
@@ -299,7 +318,7 @@ class PalimpsaMamba2ForCausalLM(PalimpsaMamba2PreTrainedModel, GenerationMixin):
         arguments = dict(model_kwargs)
         cache, mask = take_cache(arguments), arguments.get("attention_mask")
         size = generation_config.prefill_chunk_size
-        resumed = bool(tokens_read(cache))
+        resumed = has_read(cache)
         if not (resumed or size) or cache is None or arguments.get("inputs_embeds") is not None:
             return super()._prefill(input_ids, generation_config, model_kwargs, **kwargs)
         end = 0 if mask is None else mask.shape[1] - input_ids.shape[1]

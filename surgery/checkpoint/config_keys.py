@@ -20,6 +20,7 @@ from typing import Any
 
 from ...base.console import counted
 from ...base.errors import CheckpointError
+from ...mixers.attention_geometry import AttentionGeometry
 from ...mixers.geometry import GateSpec
 from ..families.mamba2 import Mamba2Config
 
@@ -27,7 +28,8 @@ INF = math.inf
 LARGEST_FLOAT = 3.4028234663852886e38
 """Of fp32, in which steps are computed: a limit from there on is none."""
 
-_NO_DEFAULT = ("tie_word_embeddings", "palimpsa_layers", "gate")  # those that only the file or its tensors can say
+# Those that only the file or its tensors can say.
+_NO_DEFAULT = ("tie_word_embeddings", "palimpsa_layers", "gate", "attn_layer_idx", "attention", "d_intermediate")
 # Defaults of mamba_ssm 2.3.2's Mamba2 module, for the keys a `ssm_cfg` leaves out.
 SSM_DEFAULTS: dict[str, Any] = {
     "d_state": 128,
@@ -72,7 +74,9 @@ CODESTRAL_READ = frozenset(
     ("dim", "n_layers", "vocab_size", "n_groups", "residual_in_fp32", "tie_embeddings", "norm_epsilon")
 )
 HF_READ = frozenset(HF_DEFAULTS) | {"tie_word_embeddings", "norm_before_gate", "intermediate_size"}
-PALIMPSA_READ = HF_READ | {*PALIMPSA_KEYS, "layer_types"}
+HYBRID_KEYS = ("attn_layer_idx", "attn_cfg", "d_intermediate")
+"""Of mamba_ssm's hybrids, in its own config and in this package's."""
+PALIMPSA_READ = HF_READ | {*PALIMPSA_KEYS, *HYBRID_KEYS, "layer_types"}
 
 # Names that other programs give to keys of transformers' Mamba2Config.
 ALIASES: dict[str, str] = {
@@ -244,6 +248,43 @@ def require(right: bool, where: str, key: str, value: Any, expected: str) -> Non
     """Raises `CheckpointError` unless the value of a key is `right`."""
     if not right:
         raise CheckpointError(f"{where}: gives {key} = {shown(value)}, expected {expected}; correct it")
+
+
+def hybrid_keys(where: str, content: Mapping[str, Any], width: int, layers: int) -> dict[str, Any]:
+    """What `HYBRID_KEYS` ask for, as the arguments of `families.mamba2.Mamba2Config`; nothing of a plain model.
+
+    Args:
+        where: name of the file, for messages.
+        content: the config.
+        width: hidden size.
+        layers: how many there are.
+
+    Raises:
+        CheckpointError: layers that do not exist, or an attention or MLP that this package does not compute.
+    """
+    found: dict[str, Any] = {}
+    hidden = content.get("d_intermediate")
+    if hidden:
+        require_size(where, "d_intermediate", hidden)
+        found["d_intermediate"] = hidden
+    attention = content.get("attn_layer_idx")
+    if not attention:
+        return found
+    require_size(where, "hidden_size", width)
+    require_size(where, "num_hidden_layers", layers)
+    indices = isinstance(attention, list) and all(type(layer) is int and 0 <= layer < layers for layer in attention)
+    right = indices and len(set(attention)) == len(attention) < layers
+    expected = f"a list of layers from 0 to {layers - 1}, each once and not all of them"
+    require(right, where, "attn_layer_idx", attention, expected)
+    settings = content.get("attn_cfg") or {}
+    require(isinstance(settings, dict), where, "attn_cfg", settings, "a table of attention settings")
+    for key, fault in AttentionGeometry.faults(width, settings):
+        raise CheckpointError(f"{where}:attn_cfg.{key}: {fault}")
+    return {
+        **found,
+        "attn_layer_idx": tuple(sorted(attention)),
+        "attention": AttentionGeometry.complete(width, settings),
+    }
 
 
 def require_size(where: str, key: str, value: Any) -> None:

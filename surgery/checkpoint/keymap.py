@@ -50,6 +50,10 @@ _MAMBA2 = (
     Rule(r"(?:model\.)?(?:backbone\.)?norm_f\.weight", "backbone.norm_f.weight"),
     Rule(r"(?:model\.)?lm_head\.weight", HEAD),
 )
+# Behind the mixers of mamba_ssm's hybrids; its attention calls its tensors as a mixer does.
+_MLP = (
+    Rule(r"(?:model\.)?(?:backbone\.)?layers\.(\d+)\.(norm2\.weight|mlp\.fc[12]\.weight)", r"backbone.layers.\1.\2"),
+)
 # Of the authors' MetaMamba2 (see `metamamba2.py`), in the order of `GateSpec.TENSORS`.
 _META_NAMES = (r"b_rank_proj\.weight", r"b_proj\.weight", "b_scale", "Ip_log")
 _METAPLASTIC = (
@@ -71,10 +75,10 @@ _META_UNUSED = Rule(
     dropped="part of the importance gate, which this model was trained without (metaplasticity: false)",
 )
 TABLES: dict[str, tuple[Rule, ...]] = {
-    "mamba_ssm": _MAMBA2,
+    "mamba_ssm": _MAMBA2 + _MLP,
     "codestral": _MAMBA2,
     "hf_mamba2": _MAMBA2,
-    "palimpsa_mamba2": _MAMBA2 + _METAPLASTIC,
+    "palimpsa_mamba2": _MAMBA2 + _MLP + _METAPLASTIC,
     "meta_mamba2": _MAMBA2 + _META,
     "meta_mamba2 (off)": (*_MAMBA2, _META_UNUSED),
 }

@@ -23,6 +23,7 @@ from .config_keys import (
     SSM_DEFAULTS,
     SSM_READ,
     account_for,
+    hybrid_keys,
     number,
     refuse_other,
     require,
@@ -88,8 +89,8 @@ def detect(folder: Path, tensors: Mapping[str, TensorInfo]) -> Layout:
     """Tells a folder's layout from the keys of its config and the shapes of its tensors, never from a name.
 
     Raises:
-        CheckpointError: there is no config, or it is one of the kinds refused by name: Mamba1, attention or MLP
-            blocks, other architectures, quantized weights, a geometry that contradicts itself.
+        CheckpointError: there is no config, or it is one of the kinds refused by name: Mamba1, attention of
+            another kind than mamba_ssm's, other architectures, quantized weights, a geometry that contradicts itself.
     """
     _refuse_mamba1(tensors)
     for file, readers in (("config.json", _CONFIG_READERS), ("params.json", _PARAMS_READERS)):
@@ -128,7 +129,6 @@ def _from_mamba_ssm(path: Path, content: dict[str, Any]) -> Layout:
     ssm = content.get("ssm_cfg") or {}
     if not isinstance(ssm, dict):
         raise CheckpointError(f"{where}:ssm_cfg: holds a {type(ssm).__name__}, expected a table; correct the config")
-    _refuse_hybrid(where, content)
     refuse_other(where, "layer", ssm.get("layer"), "ssm_cfg.")
     unknown = sorted(set(ssm) - set(SSM_DEFAULTS) - _SSM_IGNORED)
     if unknown:
@@ -138,10 +138,12 @@ def _from_mamba_ssm(path: Path, content: dict[str, Any]) -> Layout:
         )
     settings = {**SSM_DEFAULTS, **ssm}
     _refuse_variants(where, content, settings)
-    notes = account_for(where, content, SSM_READ)
+    # mamba_ssm does not look at `attn_cfg` where no layer is attention.
+    notes = account_for(where, content, SSM_READ | {"attn_cfg"} if content.get("attn_layer_idx") else SSM_READ)
     width = content["d_model"]
     config = {
         **_ssm_geometry(where, settings, width),
+        **hybrid_keys(where, content, width, content["n_layer"]),
         "num_hidden_layers": content["n_layer"],
         "vocab_size": content.get("vocab_size"),
         "residual_in_fp32": content.get("residual_in_fp32", True),
@@ -197,21 +199,6 @@ def _ssm_geometry(where: str, settings: dict[str, Any], width: int) -> dict[str,
         "time_step_limit": step_limit(f"{where}:ssm_cfg.dt_limit", settings["dt_limit"]),
         "chunk_size": settings["chunk_size"],
     }
-
-
-def _refuse_hybrid(where: str, content: dict[str, Any]) -> None:
-    attention = content.get("attn_layer_idx")
-    if attention:
-        attention = attention if isinstance(attention, list) else [attention]
-        raise CheckpointError(
-            f"{where}:attn_layer_idx: names attention layers ({', '.join(map(str, attention))}), only models "
-            "of Mamba2 blocks alone are supported; choose another checkpoint"
-        )
-    if content.get("d_intermediate"):
-        raise CheckpointError(
-            f"{where}:d_intermediate: is {content['d_intermediate']}, so every block has an MLP; only models of Mamba2 "
-            "blocks alone are supported; choose another checkpoint"
-        )
 
 
 def _refuse_variants(where: str, content: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -291,10 +278,14 @@ def _from_meta_mamba2(path: Path, content: dict[str, Any]) -> Layout:
 def _palimpsa_keys(where: str, content: dict[str, Any], layers: int) -> dict[str, Any]:
     require_size(where, "num_hidden_layers", layers)
     keys = {key: content[key] for key in PALIMPSA_KEYS if key in content}
+    keys |= hybrid_keys(where, content, content["hidden_size"], layers)
     swapped = keys.get("palimpsa_layers")
-    if not isinstance(swapped, list) or not all(isinstance(i, int) and 0 <= i < layers for i in swapped):
+    attention = keys.get("attn_layer_idx", ())
+    right = isinstance(swapped, list) and all(isinstance(i, int) and 0 <= i < layers for i in swapped)
+    if not right or set(swapped) & set(attention):
+        others = f", and none of attention ({', '.join(map(str, attention))})" if attention else ""
         raise CheckpointError(
-            f"{where}:palimpsa_layers: is {swapped!r}, expected a list of layers from 0 to {layers - 1}; "
+            f"{where}:palimpsa_layers: is {swapped!r}, expected a list of layers from 0 to {layers - 1}{others}; "
             "restore the config that was written with the weights"
         )
     absent = [key for key in GateSpec.KEYS[:3] if swapped and keys.get(key) is None]

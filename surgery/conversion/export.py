@@ -183,12 +183,12 @@ def mamba_ssm_config(checkpoint: Checkpoint) -> dict[str, Any]:
         layer["dt_limit"] = [low, min(high, _LARGEST)]  # JSON has no infinity
     return {
         "d_model": config.hidden_size,
-        "d_intermediate": 0,
+        "d_intermediate": config.d_intermediate,
         "n_layer": config.num_hidden_layers,
         "vocab_size": config.vocab_size,
         "ssm_cfg": layer,
-        "attn_layer_idx": [],
-        "attn_cfg": {},
+        "attn_layer_idx": list(config.attn_layer_idx),
+        "attn_cfg": config.attention.settings() if config.attention else {},
         "rms_norm": True,
         "residual_in_fp32": config.residual_in_fp32,
         "fused_add_norm": True,

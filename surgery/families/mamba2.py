@@ -1,4 +1,7 @@
-"""Models of Mamba2 blocks alone: one norm and one mixer per layer, any of which may be swapped."""
+"""Models of our own class: one norm and one mixer per layer, any of which may be swapped.
+
+mamba_ssm's hybrids are of this class too: some layers have attention in the mixer's place, and all may have an MLP.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import CheckpointError
+from ...mixers.attention_geometry import AttentionGeometry, mlp_shapes
 from ...mixers.geometry import GateSpec, MixerGeometry, keeps_fp32
 from .base import Site
 
@@ -27,6 +31,9 @@ class Mamba2Config:
         vocab_size: the rows that the embedding has.
         palimpsa_layers: the layers already swapped, sorted.
         gate: the importance gate of those; None where the config says nothing of one.
+        attn_layer_idx: the layers of attention, sorted.
+        attention: their geometry; None without any.
+        d_intermediate: hidden channels of the MLP of every layer, as the config says; 0 for none.
     """
 
     vocab_size: int = 50288
@@ -55,12 +62,17 @@ class Mamba2Config:
     eos_token_id: int | list[int] | None = None
     palimpsa_layers: tuple[int, ...] = ()
     gate: GateSpec | None = None
+    attn_layer_idx: tuple[int, ...] = ()
+    attention: AttentionGeometry | None = None
+    d_intermediate: int = 0
 
     def arguments(self) -> dict[str, Any]:
         """For `PalimpsaMamba2Config`, and as config.json has them."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        gate = values.pop("gate")
-        return {**values, **(gate.keys() if gate else {}), "palimpsa_layers": list(self.palimpsa_layers)}
+        gate, attention = values.pop("gate"), values.pop("attention")
+        hybrid = {"attn_cfg": attention.settings()} if attention else {}
+        lists = {key: list(values[key]) for key in ("palimpsa_layers", "attn_layer_idx")}
+        return {**values, **(gate.keys() if gate else {}), **hybrid, **lists}
 
 
 class Mamba2:
@@ -82,7 +94,9 @@ class Mamba2:
         return Mamba2Config(**{**vars(config), "gate": gate})
 
     def paths(self, config: Any) -> dict[int, str]:
-        return {layer: f"backbone.layers.{layer}.mixer" for layer in range(config.num_hidden_layers)}
+        attention = set(config.attn_layer_idx)
+        layers = (layer for layer in range(config.num_hidden_layers) if layer not in attention)
+        return {layer: f"backbone.layers.{layer}.mixer" for layer in layers}
 
     def sites(self, config: Mamba2Config) -> dict[int, Site]:
         geometry, swapped = MixerGeometry.of(config), set(config.palimpsa_layers)
@@ -94,13 +108,21 @@ class Mamba2:
         }
 
     def kind(self, config: Mamba2Config, layer: int) -> str:
-        return "Mamba2"
+        return "attention" if layer in config.attn_layer_idx else "Mamba2"
 
     def shapes(self, config: Mamba2Config) -> dict[str, tuple[int, ...]]:
         matrix, vector = (config.vocab_size, config.hidden_size), (config.hidden_size,)
         shapes: dict[str, tuple[int, ...]] = {EMBEDDING: matrix}
-        for site in self.sites(config).values():
-            shapes |= {f"{site.norm}.weight": vector, **site.shapes()}
+        sites, mlp = self.sites(config), mlp_shapes(config.hidden_size, config.d_intermediate)
+        for layer in range(config.num_hidden_layers):
+            block = f"backbone.layers.{layer}"
+            shapes[f"{block}.norm.weight"] = vector
+            if layer in sites:
+                shapes |= sites[layer].shapes()
+            else:
+                shapes |= {f"{block}.mixer.{name}": shape for name, shape in config.attention.shapes().items()}
+            shapes |= {f"{block}.norm2.weight": vector} if mlp else {}
+            shapes |= {f"{block}.mlp.{name}": shape for name, shape in mlp.items()}
         shapes["backbone.norm_f.weight"] = vector
         return shapes if config.tie_word_embeddings else {**shapes, HEAD: matrix}
 

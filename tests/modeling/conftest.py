@@ -54,6 +54,37 @@ def _oracle_mixer(config, p, prefix, h, swapped):
     return torch.stack(out)
 
 
+def _oracle_attention(config, p, prefix, h):
+    """mamba_ssm's attention over one sequence h [T, D], token by token, in fp64."""
+    settings = config.attn_cfg
+    heads, shared, size = settings["num_heads"], settings["num_heads_kv"], settings["head_dim"]
+    half = settings["rotary_emb_dim"] // 2
+    rows = h @ p[prefix + "in_proj.weight"].T + p.get(prefix + "in_proj.bias", 0.0)
+    if taps := settings["d_conv"]:
+        before = torch.cat([torch.zeros(taps - 1, rows.shape[1], dtype=torch.float64), rows])
+        weight, bias = p[prefix + "conv1d.weight"][:, 0], p[prefix + "conv1d.bias"]
+        rows = torch.stack([(before[t : t + taps] * weight.T).sum(0) + bias for t in range(len(h))])
+    out, keys, values = [], [], []
+    for t in range(len(h)):
+        q, k, v = (part.view(-1, size).clone() for part in rows[t].split([heads * size, shared * size, shared * size]))
+        for vectors in (q, k):
+            for i in range(half):
+                angle = torch.tensor(t / settings["rotary_emb_base"] ** (i / half), dtype=torch.float64)
+                a, b = vectors[:, i].clone(), vectors[:, i + half].clone()
+                vectors[:, i] = a * angle.cos() - b * angle.sin()
+                vectors[:, i + half] = a * angle.sin() + b * angle.cos()
+        keys.append(k)
+        values.append(v)
+        found = []
+        for head in range(heads):
+            group = head // (heads // shared)
+            scores = torch.stack([key[group] for key in keys]) @ q[head] / size**0.5
+            weights = torch.exp(scores - scores.max())
+            found.append(weights @ torch.stack([value[group] for value in values]) / weights.sum())
+        out.append(p[prefix + "out_proj.weight"] @ torch.cat(found) + p.get(prefix + "out_proj.bias", 0.0))
+    return torch.stack(out)
+
+
 def oracle_logits(model: PalimpsaMamba2ForCausalLM, ids: torch.Tensor) -> torch.Tensor:
     """Logits [T, vocabulary] of one sequence of token ids [T], in fp64, by the recurrences themselves."""
     config = model.config
@@ -66,7 +97,13 @@ def oracle_logits(model: PalimpsaMamba2ForCausalLM, ids: torch.Tensor) -> torch.
     for i in range(config.num_hidden_layers):
         prefix = f"backbone.layers.{i}."
         normed = norm(h, p[prefix + "norm.weight"])
-        h = h + _oracle_mixer(config, p, prefix + "mixer.", normed, i in config.palimpsa_layers)
+        if i in config.attn_layer_idx:
+            h = h + _oracle_attention(config, p, prefix + "mixer.", normed)
+        else:
+            h = h + _oracle_mixer(config, p, prefix + "mixer.", normed, i in config.palimpsa_layers)
+        if config.d_intermediate:
+            y, gate = (norm(h, p[prefix + "norm2.weight"]) @ p[prefix + "mlp.fc1.weight"].T).chunk(2, dim=-1)
+            h = h + (y * gate / (1 + torch.exp(-gate))) @ p[prefix + "mlp.fc2.weight"].T
     return norm(h, p["backbone.norm_f.weight"]) @ p["lm_head.weight"].T
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,23 @@ Edit = Callable[[Tensors], Tensors | None]
 EMBEDDED = embedded_checkpoint_path()
 
 
+# Of mamba_ssm's hybrids: two heads of queries share one of keys and values.
+ATTENTION = {
+    "causal": True,
+    "d_conv": 4,
+    "head_dim": 8,
+    "num_heads": 2,
+    "num_heads_kv": 1,
+    "out_proj_bias": False,
+    "qkv_proj_bias": False,
+    "rotary_emb_dim": 4,
+}
+
+
 @dataclass(frozen=True)
 class Pico:
-    """Sizes of a pico model. `rows` is the padded vocabulary."""
+    """Sizes of a pico model. `rows` is the padded vocabulary; `attention` the layers that have that in the mixer's
+    place, `mlp` the hidden channels of the MLP behind every layer."""
 
     width: int = 16
     layers: int = 3
@@ -42,6 +56,9 @@ class Pico:
     swapped: tuple[int, ...] = ()
     rank: int = 2
     beta_groups: int = 8
+    attention: tuple[int, ...] = ()
+    attn_cfg: dict[str, Any] = field(default_factory=lambda: dict(ATTENTION))
+    mlp: int = 0
 
     @property
     def inner(self) -> int:
@@ -60,12 +77,37 @@ class Pico:
 
         found = {"backbone.embeddings.weight": normal(self.rows, self.width, scale=1.0)}
         for layer in range(self.layers):
-            for name, tensor in self._layer(normal, layer in self.swapped).items():
+            block = self._attention(normal) if layer in self.attention else self._layer(normal, layer in self.swapped)
+            for name, tensor in (block | self._mlp(normal)).items():
                 found[f"backbone.layers.{layer}.{name}"] = tensor
         found["backbone.norm_f.weight"] = 1 + normal(self.width)
         embedding = found["backbone.embeddings.weight"]
         found["lm_head.weight"] = embedding if self.tied else normal(self.rows, self.width)
         return found
+
+    def _attention(self, normal: Callable[..., torch.Tensor]) -> Tensors:
+        heads, size = self.attn_cfg["num_heads"], self.attn_cfg["head_dim"]
+        rows = (heads + 2 * self.attn_cfg.get("num_heads_kv", heads)) * size
+        found = {"norm.weight": 1 + normal(self.width), "mixer.in_proj.weight": normal(rows, self.width)}
+        if self.attn_cfg.get("qkv_proj_bias", True):
+            found["mixer.in_proj.bias"] = normal(rows)
+        if self.attn_cfg.get("d_conv"):
+            found["mixer.conv1d.weight"] = normal(rows, 1, self.attn_cfg["d_conv"])
+            found["mixer.conv1d.bias"] = normal(rows)
+        found["mixer.out_proj.weight"] = normal(self.width, heads * size)
+        if self.attn_cfg.get("out_proj_bias", True):
+            found["mixer.out_proj.bias"] = normal(self.width)
+        return found
+
+    def _mlp(self, normal: Callable[..., torch.Tensor]) -> Tensors:
+        if not self.mlp:
+            return {}
+        rounded = -(-self.mlp // 128) * 128
+        return {
+            "norm2.weight": 1 + normal(self.width),
+            "mlp.fc1.weight": normal(2 * rounded, self.width),
+            "mlp.fc2.weight": normal(self.width, rounded),
+        }
 
     def _layer(self, normal: Callable[..., torch.Tensor], swapped: bool) -> Tensors:
         convolved = self.inner + 2 * self.groups * self.state
@@ -106,7 +148,7 @@ def write_mamba_ssm(
     pico = Pico(**sizes)
     content = {
         "d_model": pico.width,
-        "d_intermediate": 0,
+        "d_intermediate": pico.mlp,
         "n_layer": pico.layers,
         "vocab_size": pico.vocab,
         "ssm_cfg": {
@@ -117,8 +159,8 @@ def write_mamba_ssm(
             "bias": pico.bias,
             "conv_bias": pico.conv_bias,
         },
-        "attn_layer_idx": [],
-        "attn_cfg": {},
+        "attn_layer_idx": list(pico.attention),
+        "attn_cfg": pico.attn_cfg if pico.attention else {},
         "rms_norm": True,
         "residual_in_fp32": True,
         "fused_add_norm": True,

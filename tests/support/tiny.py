@@ -8,6 +8,7 @@ import shutil
 
 import torch
 from palimpsa_surgery.base.text import embedded_checkpoint_path
+from palimpsa_surgery.mixers.attention import Attention
 from palimpsa_surgery.modeling import PalimpsaMamba2Config, PalimpsaMamba2ForCausalLM
 
 SIZES = {
@@ -38,6 +39,21 @@ def save_folder(model, folder):
     return folder
 
 
+ATTENTION = {
+    "causal": True,
+    "d_conv": 4,
+    "head_dim": 10,
+    "num_heads": 4,
+    "num_heads_kv": 2,
+    "out_proj_bias": False,
+    "qkv_proj_bias": True,
+    "rotary_emb_dim": 6,
+    "rotary_emb_base": 100.0,
+}
+HYBRID = {"attn_layer_idx": [1], "attn_cfg": ATTENTION, "d_intermediate": 100}
+"""For `make_tiny_config`: the layer between the swapped ones is attention, and every layer has an MLP."""
+
+
 def make_tiny_config(**over) -> PalimpsaMamba2Config:
     """Three layers, of which the first and last are swapped; every size differs from every other where it can."""
     values = {
@@ -61,15 +77,25 @@ def make_tiny_config(**over) -> PalimpsaMamba2Config:
 
 @torch.no_grad()
 def make_lively_model(config: PalimpsaMamba2Config, seed: int = 0) -> PalimpsaMamba2ForCausalLM:
-    """Windows from one to hundreds of tokens, keys of order one, and a beta that changes the output a lot."""
+    """Windows from one to hundreds of tokens, keys of order one, and a beta that changes the output a lot.
+
+    Attention, where there is some, looks at few tokens, and not only at the last.
+    """
     torch.manual_seed(seed)
     model = PalimpsaMamba2ForCausalLM(config).eval()
     for block in model.backbone.layers:
         mixer = block.mixer
         mixer.in_proj.weight.normal_(0.0, 1.0 / math.sqrt(config.hidden_size))
         mixer.out_proj.weight.normal_(0.0, 1.0 / math.sqrt(config.hidden_size))
-        mixer.conv1d.weight.normal_(0.0, 0.7)
-        mixer.conv1d.bias.normal_(0.0, 0.3)
+        if mixer.conv1d is not None:
+            mixer.conv1d.weight.normal_(0.0, 0.7)
+            mixer.conv1d.bias.normal_(0.0, 0.3)
+        if hasattr(block, "mlp"):
+            block.mlp.fc1.weight.normal_(0.0, 1.0 / math.sqrt(config.hidden_size))
+            block.mlp.fc2.weight.normal_(0.0, 1.0 / math.sqrt(config.hidden_size))
+        if isinstance(mixer, Attention):
+            mixer.in_proj.weight.mul_(2.0)
+            continue
         mixer.norm.weight.uniform_(0.5, 1.5)
         block.norm.weight.uniform_(0.5, 1.5)
         mixer.A_log.copy_(torch.linspace(-5.0, 1.0, config.num_heads))

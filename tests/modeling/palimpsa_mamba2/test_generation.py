@@ -6,6 +6,7 @@ import pytest
 import torch
 from palimpsa_surgery.base.errors import UsageError
 from palimpsa_surgery.mixers.states import tokens_read
+from tiny import HYBRID
 from transformers import DynamicCache, GenerationMixin, StaticCache
 
 CACHE = (
@@ -18,7 +19,10 @@ GIVEN = [CACHE, "past_key_values"] if CACHE == "cache" else [CACHE]
 GREEDY = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": None}
 
 
-@pytest.fixture(params=[{}, {"n_groups": 1, "beta_groups": 2}, {"palimpsa_layers": []}], ids=["g", "g2", "plain"])
+SHAPES = {"g": {}, "g2": {"n_groups": 1, "beta_groups": 2}, "plain": {"palimpsa_layers": []}, "hybrid": HYBRID}
+
+
+@pytest.fixture(params=SHAPES.values(), ids=SHAPES)
 def model(request, lively_model):
     return lively_model(**request.param)
 
@@ -55,8 +59,7 @@ def test_beams_with_a_cache_equal_beams_without(model, ids):
     )
 
 
-def test_reordering_a_cache_moves_conv_state_and_both_recurrent_states(lively_model, ids, rel):
-    model = lively_model()
+def test_reordering_a_cache_moves_every_state(model, ids, rel):
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids[:, :9], cache=cache)
@@ -112,8 +115,7 @@ def test_states_are_fp32_in_a_bf16_model(lively_model, ids):
 
 @torch.no_grad()
 @pytest.mark.parametrize("chunk", [1, 3, 4, 64])
-def test_chunked_prefill_of_a_left_padded_batch(lively_model, ids, chunk):
-    model = lively_model()
+def test_chunked_prefill_of_a_left_padded_batch(model, ids, chunk):
     batch = torch.zeros(2, 11, dtype=torch.long)
     batch[0, 8:], batch[1] = ids[0, :3], ids[1, :11]
     options = {**GREEDY, "attention_mask": (batch != 0).long()}
@@ -125,27 +127,25 @@ def test_chunked_prefill_of_a_left_padded_batch(lively_model, ids, chunk):
 
 
 @torch.no_grad()
-def test_going_on_from_the_cache_of_an_earlier_call(lively_model, ids):
-    model = lively_model()
+def test_going_on_from_the_cache_of_an_earlier_call(model, ids):
     whole = model.generate(ids[:, :7], **{**GREEDY, "max_new_tokens": 9})
     first = model.generate(ids[:, :7], return_dict_in_generate=True, **{**GREEDY, "max_new_tokens": 4})
     cache = first["cache" if CACHE == "cache" else "past_key_values"]
-    # The last token drawn has not been read yet; a model without attention is handed only what is new.
-    rest = model.generate(first.sequences[:, -1:], **{CACHE: cache}, **{**GREEDY, "max_new_tokens": 5})
+    # The last token drawn has not been read yet. It may be the padding token, so the mask is said.
+    new, mask = first.sequences[:, -1:], torch.ones_like(first.sequences)
+    rest = model.generate(new, attention_mask=mask, **{CACHE: cache}, **{**GREEDY, "max_new_tokens": 5})
     assert torch.equal(torch.cat([first.sequences[:, :-1], rest], 1), whole)
 
 
 @torch.no_grad()
-def test_static_cache_gives_the_same_tokens(lively_model, ids):
-    model = lively_model()
+def test_static_cache_gives_the_same_tokens(model, ids):
     expected = model.generate(ids[:, :5], **GREEDY)
     assert torch.equal(model.generate(ids[:, :5], cache_implementation="static", **GREEDY), expected)
     assert StaticCache(config=model.config, max_cache_len=64).layers[0].recurrent_states == {0: None}
 
 
 @torch.no_grad()
-def test_generating_from_embeddings(lively_model, ids):
-    model = lively_model()
+def test_generating_from_embeddings(model, ids):
     tokens = model.generate(inputs_embeds=model.get_input_embeddings()(ids[:, :5]), **GREEDY)
     assert torch.equal(tokens, model.generate(ids[:, :5], **GREEDY)[:, 5:])
 

@@ -46,8 +46,6 @@ def test_an_empty_ssm_cfg_with_mamba2_tensors_opens(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"attn_layer_idx": [1, 2]}, r"attn_layer_idx: names attention layers \(1, 2\), only models"),
-        ({"d_intermediate": 64}, "d_intermediate: is 64, so every block has an MLP"),
         ({"rms_norm": False}, "rms_norm: is False, only True is supported"),
         ({"ssm_cfg": {"layer": "Mamba1"}}, "ssm_cfg.layer: is 'Mamba1', only Mamba2"),
         ({"ssm_cfg": {"layer": "Mamba3"}}, "ssm_cfg.layer: is 'Mamba3', only Mamba2"),

@@ -33,7 +33,7 @@ def test_every_layout_knows_the_tensors_of_mamba2(layout, source, name):
     "source",
     [
         "backbone.layers.0.mixer.x_proj.weight",
-        "backbone.layers.0.mlp.fc1.weight",
+        "backbone.layers.0.mlp.fc3.weight",
         "backbone.layers.zero.mixer.D",
         "backbone.layers.0.mixer.D.extra",
         "prefix.backbone.layers.0.mixer.D",
