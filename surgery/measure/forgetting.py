@@ -1,9 +1,10 @@
 """Measures how fast each layer and head forgets.
 
-Per head, over real tokens only, with d_t as the layer uses it (bias, softplus, limits):
+Per head, over all tokens, with d_t as the layer uses it (bias, softplus, limits):
     rate   = mean_t A d_t             nats a token
     window = mean_t 1 / (1 - a_t)     tokens, a_t = exp(-A d_t)
-A layer's figures are the means over its heads. Sums are fp64, so batch size, order and padding do not change them.
+A layer's figures are the means over its heads. Sums are fp64, so batch size and order do not change them. The model
+runs layer by layer (see `layerwise.py`): `measure` holds the weights of one layer at a time.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ from ...base.text import token_windows
 from ..checkpoint.tokenizer import open_tokenizer
 from ..families.registry import mixers
 from .calibration import CalibrationSums
+from .layerwise import LayerFiles, run_by_layer
 from .profile import LayerProfile, Profile, rounded
 
 if TYPE_CHECKING:
@@ -52,9 +55,9 @@ class ForgettingSums:
         self.swapped = hasattr(mixer, "metaplasticity")
         self.calibration = CalibrationSums(heads) if calibrate else None
 
-    def add(self, step: Tensor, strength: Tensor, real: Tensor) -> None:
-        """Adds d_t [B, T, H] of a layer with A = `strength` [H], where `real` [B, T]."""
-        decay = (step.double() * strength.double())[real].clamp_min(FLOOR).cpu()
+    def add(self, step: Tensor, strength: Tensor) -> None:
+        """Adds d_t [B, T, H] of a layer with A = `strength` [H]."""
+        decay = (step.double() * strength.double()).flatten(0, 1).clamp_min(FLOOR).cpu()
         self.rate += decay.sum(0)
         self.window += window_of(decay).sum(0)
         self.tokens += decay.shape[0]
@@ -108,7 +111,12 @@ def static_forgetting(checkpoint: Checkpoint) -> Profile:
 
 
 def measure_forgetting(
-    model: nn.Module, windows: Sequence[np.ndarray], *, batch_size: int = 2, calibrate: bool = True
+    model: nn.Module,
+    windows: Sequence[np.ndarray],
+    *,
+    batch_size: int = 2,
+    calibrate: bool = True,
+    files: LayerFiles | None = None,
 ) -> list[LayerProfile]:
     """Runs the windows through the model and sums each mixer's step sizes.
 
@@ -119,63 +127,47 @@ def measure_forgetting(
         windows: token ids, arrays of any lengths.
         batch_size: windows at a time; memory and speed depend on it, the figures do not.
         calibrate: also collect the statistics of the calibrated start.
+        files: where the weights of the model are, unless it has them itself.
 
     Returns:
         One entry for each layer.
     """
     found = mixers(model)
     sums = {layer: ForgettingSums(mixer, calibrate) for layer, mixer in found.items()}
-    device = model.get_input_embeddings().weight.device
+    last = max(found)
     training = model.training
     model.eval()
     try:
-        with torch.no_grad(), progress(len(windows), "measuring") as bar:
-            for ids, real in _batches(windows, batch_size, device):
-                with _watching(found, sums, real):
-                    model.get_decoder()(input_ids=ids, attention_mask=real.long(), use_cache=False)
-                bar.update(len(ids))
+        with progress(len(windows) * (last + 1), "measuring") as bar, _watching(found, sums):
+            run_by_layer(model, windows, batch_size=batch_size, last=last, files=files, ran=bar.update)
     finally:
         model.train(training)
     return [layer_sums.result(layer) for layer, layer_sums in sums.items()]
 
 
-def _batches(windows: Sequence[np.ndarray], batch_size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches padded on the right: ids [B, T] and which are real [B, T]. Windows of like length go together."""
-    order = sorted(range(len(windows)), key=lambda index: len(windows[index]))
-    for start in range(0, len(order), batch_size):
-        batch = [torch.as_tensor(windows[index], dtype=torch.long) for index in order[start : start + batch_size]]
-        ids = nn.utils.rnn.pad_sequence(batch, batch_first=True)
-        lengths = torch.tensor([len(window) for window in batch])
-        real = torch.arange(ids.shape[1])[None] < lengths[:, None]
-        yield ids.to(device), real.to(device)
-
-
 @contextmanager
-def _watching(mixers: dict[int, nn.Module], sums: dict[int, ForgettingSums], real: Tensor) -> Iterator[None]:
+def _watching(mixers: dict[int, nn.Module], sums: dict[int, ForgettingSums]) -> Iterator[None]:
     """Hooks on every mixer's input projection, removed when the block ends, however it ends."""
     hooks = []
     try:
         for layer, mixer in mixers.items():
-            hooks.append(mixer.in_proj.register_forward_hook(_hook(mixer, sums[layer], real)))
+            hooks.append(mixer.in_proj.register_forward_hook(partial(_watch, mixer, sums[layer])))
         yield
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def _hook(mixer: nn.Module, sums: ForgettingSums, real: Tensor) -> Any:
-    def watch(module: nn.Module, inputs: tuple[Tensor, ...], projected: Tensor) -> None:
-        _, channels, raw_step = mixer.split_projection(projected)
-        step, strength = mixer.step_size(raw_step), mixer.decay_rate()
-        here = real.to(step.device)
-        sums.add(step, strength, here)
-        if sums.calibration is not None:
-            # Pads are on the right, so the convolution of real tokens never sees one.
-            x, keys, _ = mixer.split_channels(mixer.conv1d(channels)[0])
-            sums.calibration.add_input(inputs[0][here])
-            sums.calibration.add_states(x, keys, step, -strength * step, here)
-
-    return watch
+def _watch(
+    mixer: nn.Module, sums: ForgettingSums, module: nn.Module, inputs: tuple[Tensor, ...], projected: Tensor
+) -> None:
+    _, channels, raw_step = mixer.split_projection(projected)
+    step, strength = mixer.step_size(raw_step), mixer.decay_rate()
+    sums.add(step, strength)
+    if sums.calibration is not None:
+        x, keys, _ = mixer.split_channels(mixer.conv1d(channels)[0])
+        sums.calibration.add_input(inputs[0])
+        sums.calibration.add_states(x, keys, step, -strength * step)
 
 
 def measure(
@@ -213,7 +205,6 @@ def measure(
         The profile, ready for `write_profile`.
     """
     from ..checkpoint.checkpoint import open_checkpoint
-    from ..checkpoint.loading import load_model
 
     checkpoint = open_checkpoint(src, revision=revision, token=token) if isinstance(src, str | Path) else src
     if static:
@@ -227,7 +218,9 @@ def measure(
         vocab_size=checkpoint.config.vocab_size,
     )
     logger.info("measuring %s on %d tokens of %s", checkpoint.source_id, about["tokens"], about["data"])
-    model = load_model(checkpoint, dtype=torch.float32, device=device)
+    files = LayerFiles(checkpoint, device)
+    batch_size = batch_size or max(1, BATCH_TOKENS // about["seq_len"])
+    layers = measure_forgetting(files.model, windows, batch_size=batch_size, calibrate=calibrate, files=files)
     return Profile(
         method="measured",
         source=checkpoint.source_id,
@@ -236,7 +229,5 @@ def measure(
         tokens=about["tokens"],
         seq_len=about["seq_len"],
         seed=seed,
-        layers=measure_forgetting(
-            model, windows, batch_size=batch_size or max(1, BATCH_TOKENS // about["seq_len"]), calibrate=calibrate
-        ),
+        layers=layers,
     )
