@@ -122,6 +122,14 @@ class Mamba2Mixer(KeepFp32Mixin, nn.Module):
         self.norm = GatedRMSNorm(geometry.inner_size, geometry.inner_size // geometry.n_groups, geometry.norm_eps)
         self.out_proj = nn.Linear(geometry.inner_size, geometry.hidden_size, bias=geometry.use_bias)
 
+    def project(self, hidden: Tensor) -> Tensor:
+        """The input projection [B, T, 2 H P + 2 G N + H] of `hidden` [B, T, D]."""
+        return self.in_proj(hidden)
+
+    def gated_norm(self, y: Tensor, z: Tensor) -> Tensor:
+        """The norm over y gated by z, both [B, T, H P]."""
+        return self.norm(y, z)
+
     def split_projection(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """z [.., H P], x B C [.., H P + 2 G N] and dt before bias [.., H], from the output of `in_proj`."""
         return projected.split(self.geometry.projection_sizes, dim=-1)
@@ -164,7 +172,7 @@ class Mamba2Mixer(KeepFp32Mixin, nn.Module):
             [B, T, D].
         """
         states = None if cache is None else LayerStates(cache, self.layer_idx)
-        z, channels, dt_raw = self.split_projection(self.in_proj(hidden))
+        z, channels, dt_raw = self.split_projection(self.project(hidden))
         step = self.step_size(dt_raw)
         if layout is not None and layout.mask is not None:
             # A pad has step size 0: no decay, no value and no importance, so that no state moves.
@@ -173,7 +181,7 @@ class Mamba2Mixer(KeepFp32Mixin, nn.Module):
         # A step writes states in place, which autograd cannot follow: with gradients on, one token is a scan of one.
         run = self._decode if one_more and not torch.is_grad_enabled() else self._mix
         y = run(hidden, channels, step, states, layout)
-        return self.out_proj(self.norm(y.flatten(-2), z).to(hidden.dtype))
+        return self.out_proj(self.gated_norm(y.flatten(-2), z).to(hidden.dtype))
 
     def _mix(self, hidden, channels, step, states, layout) -> Tensor:
         """y [B, T, H, P] of a whole piece; the states after it go to the cache."""

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .metaplasticity import Metaplasticity
+
 
 def start_projections(down: Tensor, up: Tensor, init: Any = nn.init, **options: Any) -> None:
     """Fills W_down [R, D] and W_up [H g, R]."""
@@ -22,3 +24,10 @@ def start_projections(down: Tensor, up: Tensor, init: Any = nn.init, **options: 
 def start_scale(scale: Tensor, init: Any = nn.init, **options: Any) -> None:
     """Fills s [H]."""
     init.uniform_(scale, 0.1, 1.0, **options)
+
+
+def start_gate(gate: Metaplasticity, init: Any = nn.init) -> None:
+    """Fills every parameter of an importance gate."""
+    start_scale(gate.beta_scale, init)
+    init.zeros_(gate.log_prior)
+    start_projections(gate.beta_down.weight, gate.beta_up.weight, init)

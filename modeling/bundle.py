@@ -18,39 +18,39 @@ from typing import Any
 from ..base.files import write_text
 
 _ROOT = Path(__file__).resolve().parent.parent
-_CONFIGURATION, _MODEL = "configuration_palimpsa_mamba2", "modeling_palimpsa_mamba2"
+_MAMBA2, _HYBRID = "palimpsa_mamba2", "palimpsa_hybrid"
+_HOMES = {_MAMBA2: "palimpsa_mamba2", _HYBRID: "hybrids"}
+_AUTO = {"AutoConfig": "configuration", "AutoModel": "modeling", "AutoModelForCausalLM": "modeling"}
 _REQUIRED = {"torch", "transformers"}
 _HEADER = "# Part of palimpsa-surgery (Apache-2.0), written beside the model so that it loads without the package.\n"
 
 
-def auto_map() -> dict[str, str]:
-    """What `auto_map` in config.json must say for the Auto classes to find the flat files."""
-    return {
-        "AutoConfig": f"{_CONFIGURATION}.PalimpsaMamba2Config",
-        "AutoModel": f"{_MODEL}.PalimpsaMamba2Model",
-        "AutoModelForCausalLM": f"{_MODEL}.PalimpsaMamba2ForCausalLM",
-    }
+def auto_map(model_type: str = _MAMBA2) -> dict[str, str]:
+    """What `auto_map` in config.json must say for the Auto classes to find the flat files of a kind of model."""
+    kind, classes = _kind(model_type), _classes(model_type)
+    return {auto: f"{part}_{kind}.{name}" for (auto, part), name in zip(_AUTO.items(), classes, strict=True)}
 
 
-def remote_code_keys() -> dict[str, Any]:
+def remote_code_keys(model_type: str = _MAMBA2) -> dict[str, Any]:
     """The keys of config.json that belong to the code in the folder."""
-    return {"architectures": ["PalimpsaMamba2ForCausalLM"], "auto_map": auto_map()}
+    return {"architectures": [_classes(model_type)[-1]], "auto_map": auto_map(model_type)}
 
 
-def bundle_remote_code(folder: str | Path) -> tuple[str, ...]:
+def bundle_remote_code(folder: str | Path, model_type: str = _MAMBA2) -> tuple[str, ...]:
     """Writes the flat files into `folder`, over those of an earlier bundle.
 
     Args:
         folder: a model folder; `config.json` there is not touched, see `auto_map`.
+        model_type: of the model, ours: it says which files are needed.
 
     Returns:
         The names of the files, sorted.
     """
-    folder = Path(folder)
-    sources = {flat_name(module): (module, path) for module, path in _sources()}
+    folder, kind = Path(folder), _kind(model_type)
+    sources = {flat_name(module): (module, path) for module, path in _sources(_HOMES[kind])}
     for name, (module, path) in sources.items():
         text = flatten(path.read_text(encoding="utf-8"), module)
-        if name == _MODEL:
+        if name == f"modeling_{kind}":
             text += _reach(sorted(sources.keys() - {name}))
         write_text(folder / f"{name}.py", _HEADER + text)
     return tuple(sorted(f"{name}.py" for name in sources))
@@ -73,13 +73,30 @@ def flatten(source: str, module: str) -> str:
     return "".join(lines)
 
 
-def _sources() -> Iterator[tuple[str, Path]]:
-    """Every module of the bundle, by its dotted name in the package."""
+def _kind(model_type: str) -> str:
+    """What the files of the config and of the model are called after."""
+    return _MAMBA2 if model_type == _MAMBA2 else _HYBRID
+
+
+def _classes(model_type: str) -> tuple[str, str, str]:
+    """Names of the classes of config, model without head, and causal model."""
+    if model_type == _MAMBA2:
+        return "PalimpsaMamba2Config", "PalimpsaMamba2Model", "PalimpsaMamba2ForCausalLM"
+    from .hybrids.modeling_palimpsa_hybrid import PREFIX, config_class, model_class
+
+    host = model_type.removeprefix(PREFIX)
+    classes = config_class(host), model_class(host, headless=True), model_class(host)
+    return tuple(made.__name__ for made in classes)
+
+
+def _sources(home: str) -> Iterator[tuple[str, Path]]:
+    """Every module of the bundle of a kind of model, by its dotted name in the package."""
     yield "base.errors", _ROOT / "base" / "errors.py"
-    for part in ("kernels", "mixers", "modeling"):
-        for path in sorted((_ROOT / part).rglob("*.py")):
-            if path.name not in ("__init__.py", "bundle.py"):
-                yield ".".join(path.relative_to(_ROOT).with_suffix("").parts), path
+    shared = [path for part in ("kernels", "mixers") for path in sorted((_ROOT / part).rglob("*.py"))]
+    own = [path for part in ("modeling", f"modeling/{home}") for path in sorted((_ROOT / part).glob("*.py"))]
+    for path in (*shared, *own):
+        if path.name not in ("__init__.py", "bundle.py"):
+            yield ".".join(path.relative_to(_ROOT).with_suffix("").parts), path
 
 
 def _imports(node: ast.AST, guarded: bool) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:

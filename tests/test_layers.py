@@ -15,8 +15,8 @@ LAYERS = ("base", "kernels", "mixers", "modeling", "surgery", "recipes", "sharin
 # Each room imports from itself and from those before it: a folder, or a file that stands among folders.
 ROOMS = (
     *("base", "kernels/backends", "kernels/common", "kernels/conv", "kernels/metaplastic", "kernels/ssd"),
-    *("mixers", "modeling/palimpsa_mamba2", "modeling/__init__", "modeling/bundle"),
-    *("surgery/__init__", "surgery/families", "surgery/checkpoint", "surgery/measure"),
+    *("mixers", "modeling/strict_loading", "modeling/palimpsa_mamba2", "modeling/hybrids", "modeling/__init__"),
+    *("modeling/bundle", "surgery/__init__", "surgery/families", "surgery/checkpoint", "surgery/measure"),
     *("surgery/planning", "surgery/conversion"),
     *("recipes/__init__", "recipes/launch", "recipes/data", "recipes/training"),
     *("recipes/evaluation/suites", "recipes/evaluation", "recipes/demo_plots", "recipes/demo"),

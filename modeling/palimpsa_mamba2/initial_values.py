@@ -14,7 +14,7 @@ from transformers import initialization as init
 
 from ...mixers.metaplasticity import Metaplasticity
 from ...mixers.mixer import Mamba2Mixer
-from ...mixers.start import start_projections, start_scale
+from ...mixers.start import start_gate
 from .configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 
 
@@ -24,9 +24,7 @@ def initialize(module: nn.Module, config: PalimpsaMamba2Config) -> None:
     if isinstance(module, Mamba2Mixer):
         _initialize_mixer(module, config)
     elif isinstance(module, Metaplasticity):
-        start_scale(module.beta_scale, init)
-        init.zeros_(module.log_prior)
-        start_projections(module.beta_down.weight, module.beta_up.weight, init)
+        start_gate(module, init)
     elif isinstance(module, nn.Embedding) or _is_head(module, config):
         init.normal_(module.weight, mean=0.0, std=config.initializer_range)
     elif hasattr(module, "eps") and hasattr(module, "weight"):

@@ -10,14 +10,14 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ...base.errors import CheckpointError, UsageError
+from ...base.errors import UsageError
 from ...kernels.common.precision import compute_dtype
 from ...kernels.metaplastic.kept import KeptOutputs
 from ...mixers.geometry import FP32_NAMES
 from ...mixers.layout import SequenceLayout, sequence_layout
-from ...mixers.metaplasticity import Metaplasticity
 from ...mixers.mixer import Mamba2Mixer, PalimpsaMixer
 from ...mixers.states import CACHE_NAMES, has_read, not_yet_read, note_tokens, take_cache, tokens_read
+from ..strict_loading import StrictLoadingMixin
 from .configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 from .initial_values import initialize
 from .outputs import CACHE_FIELD, PalimpsaMamba2CausalLMOutput, PalimpsaMamba2Output
@@ -68,7 +68,7 @@ class PalimpsaMamba2Block(GradientCheckpointingLayer):
             return residual + self.mixer(self.norm(hidden), cache=cache, layout=layout)
 
 
-class PalimpsaMamba2PreTrainedModel(PreTrainedModel):
+class PalimpsaMamba2PreTrainedModel(StrictLoadingMixin, PreTrainedModel):
     """Loading, initialisation and what transformers needs to know of these models."""
 
     config_class = PalimpsaMamba2Config
@@ -83,32 +83,6 @@ class PalimpsaMamba2PreTrainedModel(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         initialize(module, self.config)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
-        """As in transformers, but a model folder that lacks a tensor is an error, never a layer of random numbers.
-
-        Raises:
-            CheckpointError: tensors of this model are missing in the folder, or the folder has importance gates for
-                layers that its config does not list as swapped.
-        """
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        missing = sorted(info["missing_keys"])
-        if missing:
-            raise CheckpointError(
-                f"{pretrained_model_name_or_path}: config.json calls for tensors that are missing, {len(missing)} in "
-                f"all ({_some(missing)}); convert the source again, or correct palimpsa_layers"
-            )
-        stray = sorted(key for key in info["unexpected_keys"] if ".metaplasticity." in key)
-        if stray:
-            raise CheckpointError(
-                f"{pretrained_model_name_or_path}: has importance gates for layers that palimpsa_layers in config.json "
-                f"does not list ({_some(stray)}); correct palimpsa_layers"
-            )
-        for module in model.modules():
-            if isinstance(module, Metaplasticity):  # loading makes parameters anew, and all of them trainable
-                module.log_prior.requires_grad_(module.spec.train_prior)
-        return (model, info) if output_loading_info else model
 
 
 class PalimpsaMamba2Model(PalimpsaMamba2PreTrainedModel):
@@ -345,7 +319,3 @@ MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[PalimpsaMamba2Config.model_type] = PalimpsaMam
 
 def _wants_dict(return_dict: bool | None, config: PalimpsaMamba2Config) -> bool:
     return bool(config.return_dict if return_dict is None else return_dict)
-
-
-def _some(names: list[str], count: int = 3) -> str:
-    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")

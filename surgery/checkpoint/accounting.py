@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from ...base.errors import CheckpointError
 from ...kernels.common.precision import DTYPES, dtype_name
 from ..families.mamba2 import EMBEDDING, HEAD
-from .keymap import Rule, canonical_shape, translate
+from .keymap import Rule, canonical_shape
 from .layouts import Layout
 from .weights import TensorInfo, WeightsFile
 
@@ -78,12 +78,18 @@ def check_index(weight_map: Mapping[str, str], layout: Layout, owners: Mapping[s
     for name, file in weight_map.items():
         if name in owners and owners[name].path.name == file:
             continue
-        if name not in owners and layout.says_tied and (translate(name, layout.name) or (None,))[0] == HEAD:
+        if name not in owners and layout.says_tied and _is_spare(name, layout):
             continue
         raise CheckpointError(
             f"{file}: does not hold tensor {name}, which the index of the shards says is in it; download or write "
             "index and shards again"
         )
+
+
+def _is_spare(name: str, layout: Layout) -> bool:
+    if layout.names is not None:
+        return layout.names.is_spare(name)
+    return (layout.translate(name) or (None,))[0] == HEAD
 
 
 def locate(layout: Layout, tensors: Mapping[str, WeightsFile]) -> tuple[dict[str, Located], list[Dropped], list[str]]:
@@ -92,7 +98,7 @@ def locate(layout: Layout, tensors: Mapping[str, WeightsFile]) -> tuple[dict[str
     dropped: list[Dropped] = []
     strangers: list[str] = []
     for source_name, file in tensors.items():
-        found = translate(source_name, layout.name)
+        found = layout.translate(source_name)
         if found is None:
             strangers.append(source_name)
             continue
@@ -113,6 +119,25 @@ def locate(layout: Layout, tensors: Mapping[str, WeightsFile]) -> tuple[dict[str
                 "differ; remove one of them"
             )
     return located, dropped, strangers
+
+
+def parts_of(located: Mapping[str, Located]) -> dict[str, tuple[str, ...]]:
+    """The canonical names of the parts of each tensor of the model that is stored in several, by its name."""
+    parts: dict[str, tuple[str, ...]] = {}
+    for name, found in located.items():
+        if found.rule.part_of is not None:
+            parts[found.rule.part_of] = (*parts.get(found.rule.part_of, ()), name)
+    return parts
+
+
+def put_together(layout: Layout, located: Mapping[str, Located]) -> dict[str, Located]:
+    """The located tensors with each that is stored in parts as one, of the shape that the parts make."""
+    whole = {name: found for name, found in located.items() if found.rule.part_of is None}
+    for name, parts in parts_of(located).items():
+        first = located[parts[0]]
+        shape = layout.names.whole_shape(name, {part: located[part].entry.shape for part in parts})
+        whole[name] = first._replace(entry=replace(first.entry, name=name, shape=shape))
+    return whole
 
 
 def resolve_vocabulary(layout: Layout, located: dict[str, Located]) -> list[str]:
@@ -164,7 +189,7 @@ def resolve_tie(layout: Layout, located: dict[str, Located], dropped: list[Dropp
 
 
 def _renamed(entry: TensorEntry, name: str) -> TensorEntry:
-    return TensorEntry(name, entry.source_name, entry.shape, entry.dtype, entry.file)
+    return replace(entry, name=name)
 
 
 def _same_values(first: Located, second: Located) -> bool:

@@ -15,6 +15,7 @@ import torch
 
 from ...base.errors import CheckpointError
 from ..families.base import Family, Site
+from ..families.hybrids import PREFIX, HybridConfig
 from ..families.mamba2 import Mamba2Config
 from .accounting import (
     Dropped,
@@ -24,6 +25,8 @@ from .accounting import (
     check_index,
     locate,
     merge,
+    parts_of,
+    put_together,
     resolve_tie,
     resolve_vocabulary,
 )
@@ -65,12 +68,13 @@ class Checkpoint:
         tokenizer_files: paths of the tokenizer's files.
         generation_config: content of `generation_config.json`.
         notes: what a user should know of how the checkpoint was read.
+        parts: names in `tensors` of the parts of those tensors of the model that are stored in several.
     """
 
     path: Path
     layout: str
     family: Family
-    config: Mamba2Config
+    config: Mamba2Config | HybridConfig
     tensors: Mapping[str, TensorEntry] = field(repr=False)
     dropped: tuple[Dropped, ...]
     source_id: str
@@ -79,6 +83,7 @@ class Checkpoint:
     tokenizer_files: tuple[Path, ...]
     generation_config: dict[str, Any] | None
     notes: tuple[str, ...]
+    parts: Mapping[str, tuple[str, ...]] = field(repr=False)
     _located: Mapping[str, Located] = field(repr=False)
     _config_file: Path = field(repr=False)
     _owners: Mapping[str, WeightsFile] = field(repr=False)
@@ -169,9 +174,22 @@ class Checkpoint:
         """The mixers by layer, in order."""
         return self.family.sites(self.config)
 
+    def shapes(self, config: Mamba2Config | HybridConfig) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors of a model of that config, in the parts that they are stored in here."""
+        found = {}
+        for name, shape in self.family.shapes(config).items():
+            parts = self.parts.get(name)
+            found |= {part: self.tensors[part].shape for part in parts} if parts else {name: shape}
+        return found
+
+    @property
+    def converted(self) -> bool:
+        """Whether the folder is in this package's own layout, with swapped layers or without."""
+        return self.layout.startswith(PREFIX)
+
     @property
     def num_layers(self) -> int:
-        """Number of layers, swapped or not."""
+        """Number of layers of every kind, swapped or not."""
         return self.config.num_hidden_layers
 
     @property
@@ -181,7 +199,7 @@ class Checkpoint:
 
 
 def open_checkpoint(src: str | Path, *, revision: str | None = None, token: str | None = None) -> Checkpoint:
-    """Opens a Mamba2 checkpoint, published or already converted, without reading its weights into memory.
+    """Opens a checkpoint with Mamba2 mixers, published or already converted, without reading its weights into memory.
 
     Args:
         src: a folder, or a Hub id (`owner/name`), fetched through huggingface_hub's cache.
@@ -204,17 +222,20 @@ def _opened(source: Source) -> Checkpoint:
     layout = detect(source.folder, {name: file.tensors[name] for name, file in tensors.items()})
     check_index(weight_map(source.folder), layout, tensors)
     located, dropped, strangers = locate(layout, tensors)
-    notes = [*layout.notes, *resolve_vocabulary(layout, located)]
-    tied = resolve_tie(layout, located, dropped, notes)
-    keys = {**layout.config, "tie_word_embeddings": tied}
+    notes, keys = [*layout.notes], dict(layout.config)
+    if layout.names is None:  # what the class of a hybrid makes of its config is known, and stays so
+        notes += resolve_vocabulary(layout, located)
+        keys |= {"vocab_size": layout.config["vocab_size"]}
+        keys |= {"tie_word_embeddings": resolve_tie(layout, located, dropped, notes)}
     for key, number in special_token_ids(source.folder).items():
         keys[key] = number if keys.get(key) is None else keys[key]
     config = layout.family.config(layout.config_file.name, keys)
     expected = layout.family.shapes(config)
-    account(source.source_id, expected, located, strangers)
+    account(source.source_id, expected, put_together(layout, located), strangers)
     for note in notes:
         logger.warning("%s: %s", source.source_id, note)
-    ordered = {name: located[name] for name in expected}
+    parts = parts_of(located)
+    ordered = {part: located[part] for name in expected for part in parts.get(name, (name,))}
     return Checkpoint(
         path=source.folder,
         layout=layout.name,
@@ -223,6 +244,7 @@ def _opened(source: Source) -> Checkpoint:
         tensors={name: found.entry for name, found in ordered.items()},
         dropped=tuple(dropped),
         notes=tuple(notes),
+        parts=parts,
         _located=ordered,
         _config_file=layout.config_file,
         _owners=tensors,

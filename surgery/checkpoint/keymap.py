@@ -28,12 +28,14 @@ class Rule:
         transform: turns the source tensor into the canonical one, or None when it is copied. It must also work on
             meta tensors, from which the canonical shape is read before any weight is.
         dropped: why a tensor of this name is no part of the model; None when it is.
+        part_of: the model's tensor that this one is a part of; None when it is all of it.
     """
 
     source: str
     target: str
     transform: Callable[[torch.Tensor], torch.Tensor] | None = None
     dropped: str | None = None
+    part_of: str | None = None
 
 
 # `embedding` is mamba_ssm's name and `embeddings` that of transformers, yet files of both kinds carry either. A model

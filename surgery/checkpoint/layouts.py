@@ -11,6 +11,7 @@ from ...base.console import counted
 from ...base.errors import CheckpointError
 from ...mixers.geometry import SCALE_FORMS, GateSpec
 from ..families.base import Family
+from ..families.hybrids import HYBRIDS
 from ..families.mamba2 import MAMBA2
 from .config_keys import (
     CODESTRAL_READ,
@@ -31,7 +32,8 @@ from .config_keys import (
     shown,
     step_limit,
 )
-from .keymap import strip_wrappers
+from .hosts import HostNames, host_of, read_host, refuse_kind
+from .keymap import Rule, strip_wrappers, translate
 from .metamamba2 import MARKS, MODEL_TYPES, SOFTPLUS_NOTE, translate_config
 from .sources import read_foreign_json
 from .weights import TensorInfo
@@ -66,6 +68,7 @@ class Layout(NamedTuple):
         config_file: the file the config was read from.
         notes: what a user should know of how the config was read.
         family: the kind of model.
+        names: of a hybrid, whose names are no table.
     """
 
     name: str
@@ -74,6 +77,11 @@ class Layout(NamedTuple):
     config_file: Path
     notes: tuple[str, ...] = ()
     family: Family = MAMBA2
+    names: HostNames | None = None
+
+    def translate(self, source_name: str) -> tuple[str, Rule] | None:
+        """The canonical name of a source tensor and the rule that gave it; None for a stranger."""
+        return translate(source_name, self.name) if self.names is None else self.names.translate(source_name)
 
 
 def detect(folder: Path, tensors: Mapping[str, TensorInfo]) -> Layout:
@@ -89,6 +97,9 @@ def detect(folder: Path, tensors: Mapping[str, TensorInfo]) -> Layout:
         if not path.is_file():
             continue
         content = read_foreign_json(path)
+        refuse_kind(file, content)
+        if host_of(content) is not None:
+            return Layout(**read_host(path, content))
         for keys, reader in readers:
             if keys <= set(content):
                 layout = reader(path, content)
@@ -337,8 +348,8 @@ def _unknown(where: str, content: dict[str, Any]) -> str:
     kind = content.get("model_type")
     if kind not in (None, "mamba2", "palimpsa_mamba2"):
         return (
-            f"{where}:model_type: is {kind!r}, expected mamba2 (or mamba_ssm's own config); only models of Mamba2 "
-            "blocks alone are supported"
+            f"{where}:model_type: is {kind!r}, expected mamba2 (or mamba_ssm's own config) or one of "
+            f"{', '.join(HYBRIDS)}; only models with Mamba2 mixers are supported"
         )
     return (
         f"{where}: is no Mamba2 config, expected mamba_ssm's d_model and n_layer, or transformers' hidden_size and "

@@ -9,7 +9,6 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ...base.errors import CheckpointError
-from ...mixers.geometry import keeps_fp32
 from .checkpoint import Checkpoint, open_checkpoint
 from .tokenizer import with_tokenizer
 
@@ -37,7 +36,7 @@ def load_model(
         token: Hub token; by default the stored one.
 
     Returns:
-        The model in eval mode. Layers that are not swapped are plain Mamba2.
+        The model in eval mode. Mixers that are not swapped are plain Mamba2.
 
     Raises:
         CheckpointError: as `open_checkpoint`, the checkpoint's tensors are not exactly the model's, or transformers
@@ -45,20 +44,15 @@ def load_model(
     """
     checkpoint = src if isinstance(src, Checkpoint) else open_checkpoint(src, revision=revision, token=token)
     checkpoint = _with_end(checkpoint)
-    with torch.device("meta"):
-        model = checkpoint.family.model_class()(checkpoint.family.model_config(checkpoint.config))
     dtype = dtype or checkpoint.dtype
-    state = {name: checkpoint.load(name).to(device, _stored_dtype(name, dtype)) for name in checkpoint.tensors}
-    if checkpoint.config.tie_word_embeddings:
-        state |= {name: state[other] for name, other in model._tied_weights_keys.items()}
+    state = {name: checkpoint.load(name).to(device, _dtype(checkpoint, name, dtype)) for name in checkpoint.tensors}
     try:
-        model.load_state_dict(state, strict=True, assign=True)
+        model = checkpoint.family.build(checkpoint.config, state, dtype).to(device)
     except RuntimeError as error:
         raise CheckpointError(
             f"{checkpoint.source_id}: the model and the checkpoint differ ({' '.join(str(error).split())[:300]}); the "
             "checkpoint was written for another version of this package"
         ) from error
-    model.tie_weights()
     model.config.dtype = dtype
     if checkpoint.generation_config is not None:
         model.generation_config = _generation_config(checkpoint)
@@ -87,5 +81,6 @@ def _with_end(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
 
 
-def _stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32) if keeps_fp32(name) else dtype
+def _dtype(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.dtype:
+    kept = checkpoint.family.keeps_fp32(checkpoint.config, name)
+    return torch.promote_types(dtype, torch.float32) if kept else dtype

@@ -1,4 +1,4 @@
-"""What the stages know of a kind of model: where its mixers are, and which tensors it has. One file here a family.
+"""What the stages know of a kind of model: where its mixers are, and which tensors it has.
 
 A family is data and a few lines. How the programs that write its files call the tensors and the keys of the config is
 no part of it: that differs by file, not by model, and stands in `checkpoint/` (layouts, names).
@@ -8,9 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ...mixers.geometry import GATE, GateSpec, MixerGeometry
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,7 @@ class Site:
         norm: path of the norm before it.
         geometry: the sizes of the source's mixer.
         gate: of a swapped mixer, else None.
+        absent: tensors of `geometry` that the mixers of this model do without.
     """
 
     layer: int
@@ -30,6 +36,7 @@ class Site:
     norm: str
     geometry: MixerGeometry
     gate: GateSpec | None = None
+    absent: tuple[str, ...] = ()
 
     def tensor(self, name: str) -> str:
         """The full name of a tensor of the mixer, such as `A_log`."""
@@ -37,7 +44,8 @@ class Site:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Full names and shapes of the mixer's tensors."""
-        return {self.tensor(name): shape for name, shape in self.geometry.shapes(self.gate).items()}
+        shapes = self.geometry.shapes(self.gate).items()
+        return {self.tensor(name): shape for name, shape in shapes if name not in self.absent}
 
     def new(self, gate: GateSpec) -> dict[str, tuple[int, ...]]:
         """Full names and shapes of the tensors that a swap adds, in the order of `GateSpec.shapes`."""
@@ -48,25 +56,54 @@ class Site:
 class Family(Protocol):
     """A kind of model.
 
-    Its configs are typed, frozen, and have the names of transformers where a stage asks: the number of layers, the
-    vocabulary, tied or not, special tokens, `palimpsa_layers`, `gate`. What else is asked of a mixer is in its site.
-    Opening must not wait for transformers, so `config`, `sites` and `shapes` import it only where a family cannot
-    know its tensors without building a class on `meta`. A layout refuses more layers than tensors before any of this.
+    Its configs are typed, frozen dataclasses, and have the names of transformers where a stage asks: the sizes of the
+    model, the vocabulary, tied or not, special tokens, `palimpsa_layers`, `gate`. What else is asked of a mixer is in
+    its site. Opening must not wait for transformers, so the methods import it only where a family cannot know its
+    tensors without building a class on `meta`. A layout refuses more layers than tensors before any of this.
+
+    Attributes:
+        name: the `model_type` that transformers has for such a model without swapped layers.
+        layouts: those that its models can be exported in, the usual one first.
     """
 
     name: str
+    layouts: tuple[str, ...]
 
     def config(self, where: str, keys: Mapping[str, Any]) -> Any:
         """The config of a checkpoint, from keys under transformers' names; `CheckpointError` names the file `where`."""
 
+    def paths(self, config: Any) -> dict[int, str]:
+        """The paths of the mixers in the model by layer, in order; `config` may be that of a model that runs, too."""
+
     def sites(self, config: Any) -> dict[int, Site]:
         """The mixers by layer, in order."""
+
+    def kind(self, config: Any, layer: int) -> str:
+        """What a layer without a mixer is, in words."""
 
     def shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that is stored, in the order of the files that are written."""
 
+    def keeps_fp32(self, config: Any, name: str) -> bool:
+        """Whether a tensor is kept in fp32 whatever the rest of the model is in."""
+
     def model_config(self, config: Any, **more: Any) -> Any:
         """The config as the class of the model takes it, a `PreTrainedConfig`."""
 
+    def write_config(self, config: Any, folder: Path, **more: Any) -> None:
+        """Writes config.json of a model whose config has these keys and `more`."""
+
     def model_class(self) -> type:
         """The `PreTrainedModel` that runs the model, its swapped layers included."""
+
+    def build(self, config: Any, state: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
+        """The model with the tensors `state`, which are exactly its own; `RuntimeError` where they are not."""
+
+    def reference(self, config: Any, state: Mapping[str, Tensor]) -> Any:
+        """The same without gates and in fp32, as other programs run it: what a conversion must equal."""
+
+    def mixers(self, config: Any, layer: int) -> tuple[nn.Module, nn.Module]:
+        """A layer's mixer as other programs run it, and swapped as `config` has it; parameters on `meta`."""
+
+    def remarks(self, config: Any) -> tuple[str, ...]:
+        """What a user should know of how `reference` runs the model."""

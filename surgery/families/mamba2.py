@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ...base.errors import CheckpointError
-from ...mixers.geometry import GateSpec, MixerGeometry
+from ...mixers.geometry import GateSpec, MixerGeometry, keeps_fp32
 from .base import Site
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
 
 EMBEDDING, HEAD = "backbone.embeddings.weight", "lm_head.weight"
 
@@ -62,6 +67,7 @@ class Mamba2:
     """The family; see `base.Family`."""
 
     name = "mamba2"
+    layouts = ("mamba_ssm", "palimpsa_mamba2")
 
     def config(self, where: str, keys: Mapping[str, Any]) -> Mamba2Config:
         keys = dict(keys)
@@ -74,13 +80,20 @@ class Mamba2:
             raise CheckpointError(f"{where}:{key}: {fault}, or restore the config that was written with the weights")
         return Mamba2Config(**{**vars(config), "gate": gate})
 
+    def paths(self, config: Any) -> dict[int, str]:
+        return {layer: f"backbone.layers.{layer}.mixer" for layer in range(config.num_hidden_layers)}
+
     def sites(self, config: Mamba2Config) -> dict[int, Site]:
         geometry, swapped = MixerGeometry.of(config), set(config.palimpsa_layers)
         return {
-            layer: Site(layer, f"{block}.mixer", f"{block}.norm", geometry, config.gate if layer in swapped else None)
-            for layer in range(config.num_hidden_layers)
-            for block in [f"backbone.layers.{layer}"]
+            layer: Site(
+                layer, path, f"{path.removesuffix('mixer')}norm", geometry, config.gate if layer in swapped else None
+            )
+            for layer, path in self.paths(config).items()
         }
+
+    def kind(self, config: Mamba2Config, layer: int) -> str:
+        return "Mamba2"
 
     def shapes(self, config: Mamba2Config) -> dict[str, tuple[int, ...]]:
         matrix, vector = (config.vocab_size, config.hidden_size), (config.hidden_size,)
@@ -90,15 +103,48 @@ class Mamba2:
         shapes["backbone.norm_f.weight"] = vector
         return shapes if config.tie_word_embeddings else {**shapes, HEAD: matrix}
 
+    def keeps_fp32(self, config: Mamba2Config, name: str) -> bool:
+        return keeps_fp32(name)
+
     def model_config(self, config: Mamba2Config, **more: Any) -> Any:
         from ...modeling.palimpsa_mamba2.configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 
         return PalimpsaMamba2Config(**config.arguments(), **more)
 
+    def write_config(self, config: Mamba2Config, folder: Path, **more: Any) -> None:
+        self.model_config(config, **more).save_pretrained(folder)
+
     def model_class(self) -> type:
         from ...modeling.palimpsa_mamba2.modeling_palimpsa_mamba2 import PalimpsaMamba2ForCausalLM
 
         return PalimpsaMamba2ForCausalLM
+
+    def build(self, config: Mamba2Config, state: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
+        import torch
+
+        with torch.device("meta"):
+            model = self.model_class()(self.model_config(config))
+        tied = model._tied_weights_keys.items() if config.tie_word_embeddings else ()
+        model.load_state_dict({**state, **{name: state[other] for name, other in tied}}, strict=True, assign=True)
+        model.tie_weights()
+        return model
+
+    def reference(self, config: Mamba2Config, state: Mapping[str, Tensor]) -> Any:
+        import torch
+
+        return self.build(replace(config, palimpsa_layers=()), state, torch.float32)
+
+    def mixers(self, config: Mamba2Config, layer: int) -> tuple[nn.Module, nn.Module]:
+        import torch
+
+        from ...mixers.mixer import Mamba2Mixer, PalimpsaMixer
+
+        site = self.sites(config)[layer]
+        with torch.device("meta"):
+            return Mamba2Mixer(site.geometry), PalimpsaMixer(site.geometry, site.gate)
+
+    def remarks(self, config: Mamba2Config) -> tuple[str, ...]:
+        return ()
 
 
 MAMBA2 = Mamba2()

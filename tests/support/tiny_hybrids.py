@@ -1,0 +1,146 @@
+"""Tiny random hosts: every family of transformers that holds Mamba2 mixers, with its odd options switched on."""
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from palimpsa_surgery.modeling.hybrids.hosts import mixer_paths, time_step_limit
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+VOCABULARY = 97
+_BASE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
+_GRANITE = {
+    **_BASE,
+    **_MAMBA,
+    "mamba_n_groups": 1,  # transformers 5.17 normalizes over all groups at once
+    "num_hidden_layers": 3,
+    "layer_types": ["mamba", "attention", "mamba"],
+    "shared_intermediate_size": 32,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.0,
+    "attention_multiplier": 0.2,
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+}
+_FALCON = {
+    **_BASE,
+    **_MAMBA,
+    "mamba_d_head": 4,
+    "mamba_d_ssm": 32,  # not mamba_expand * hidden_size
+    "num_hidden_layers": 2,
+    "mamba_rms_norm": False,
+    "ssm_multipliers": [0.7, 1.3, 0.9, 1.1, 0.8],
+    "ssm_in_multiplier": 0.6,
+    "ssm_out_multiplier": 1.4,
+    "key_multiplier": 0.5,
+    "attention_out_multiplier": 0.8,
+    "embedding_multiplier": 2.0,
+    "lm_head_multiplier": 0.5,
+    "mlp_multipliers": [0.9, 1.2],
+}
+VARIANTS: dict[str, dict] = {
+    "bamba": {**_BASE, **_MAMBA, "mamba_n_groups": 1, "num_hidden_layers": 3, "attn_layer_indices": [1]},
+    "granitemoehybrid": _GRANITE,
+    "granitemoehybrid/experts": {**_GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "falcon_h1": _FALCON,
+    "falcon_h1/gate first": {**_FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    "falcon_h1/norm first": {**_FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": True},
+    "zamba2": {
+        **_BASE,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 4,
+        "n_mamba_heads": 8,
+        "mamba_ngroups": 2,
+        "mamba_d_state": 16,
+        "chunk_size": 8,
+        "num_mem_blocks": 1,
+        "adapter_rank": 4,
+        "use_mem_rope": True,
+        "hidden_act": "gelu",
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+    },
+    "nemotron_h": {
+        **_BASE,
+        "head_dim": 8,
+        "layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba", "mamba"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "chunk_size": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 16,
+    },
+}
+"""Arguments of a host's config, by `model_type` and, behind a slash, which branch of the host's code."""
+
+SWAPPED = {
+    "bamba": [0],
+    "granitemoehybrid": [2],
+    "falcon_h1": [1],
+    "zamba2": [0, 3],
+    "nemotron_h": [0, 4],
+}
+"""Layers to swap, by `model_type`; each host keeps a plain mixer; zamba2 has attention beside the one in layer 3."""
+
+
+def make_host(variant: str, **changes) -> PreTrainedModel:
+    """A host in eval mode and fp32, as transformers ships it, with decays and step sizes that are spread out."""
+    model = AutoModelForCausalLM.from_config(
+        CONFIG_MAPPING[variant.partition("/")[0]](**{**VARIANTS[variant], **changes})
+    )
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            leaf = name.rpartition(".")[2]
+            if leaf == "A_log":
+                parameter.uniform_(1, 16, generator=generator).log_()
+            elif leaf == "dt_bias":
+                step = torch.empty_like(parameter).uniform_(-6.0, -1.0, generator=generator).exp()
+                parameter.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+            elif parameter.ndim == 1:
+                parameter.normal_(1.0, 0.3, generator=generator)
+            else:
+                parameter.normal_(0.0, 0.25, generator=generator)
+        model.tie_weights()
+    return model.eval()
+
+
+def with_true_bounds(host: PreTrainedModel) -> PreTrainedModel:
+    """The host, its mixers bounding the step size as in training rather than as the class of transformers does."""
+    for path in mixer_paths(host.config).values():
+        host.get_submodule(path).time_step_limit = time_step_limit(host.config)
+    return host
+
+
+def save_host(variant: str, folder: Path, **changes) -> Path:
+    """The host as a model folder of transformers, without a tokenizer."""
+    make_host(variant, **changes).save_pretrained(folder)
+    return folder
+
+
+@cache
+def token_ids(rows: int = 3, length: int = 21) -> torch.Tensor:
+    """Random ids [rows, length], none of them a special token."""
+    return torch.randint(2, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(3))
