@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
+from huggingface_hub.dataclasses import strict
 from transformers import __version__
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, PreTrainedConfig
 
@@ -50,6 +51,7 @@ def config_class(host: str) -> type[PreTrainedConfig]:
     """
     base = host_config_class(host)
 
+    @strict
     class Config(base):
         model_type = f"{PREFIX}{host}"
 

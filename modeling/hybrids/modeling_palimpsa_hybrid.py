@@ -1,7 +1,8 @@
 """Hosts in which Palimpsa-M stands in place of chosen Mamba2 mixers, for transformers 5.17 and later.
 
 A model class is a host's own class with one mixin before it: the host builds itself, then the chosen mixers are
-replaced in place. Names of tensors, generation, masks, caches, tied weights, device maps and checkpointing stay the host's.
+replaced in place. Names of tensors, generation, masks, caches, tied weights, device maps and checkpointing stay the
+host's.
 
 The classes are made when they are asked for, as attributes of this module too: `PalimpsaBambaForCausalLM` and, without
 the head, `PalimpsaBambaModel`.

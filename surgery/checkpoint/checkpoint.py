@@ -104,6 +104,20 @@ class Checkpoint:
         self.check(name, tensor)
         return tensor if located.rule.transform is None else located.rule.transform(tensor)
 
+    def transformed(self, name: str) -> str:
+        """What was done to a tensor of the files to make it the model's, in a word; "" where it is as stored."""
+        transform = self._located[name].rule.transform
+        return "" if transform is None else transform.__name__.strip("_")
+
+    @property
+    def files(self) -> dict[Path, dict[str, str | None]]:
+        """The weight files: for each the names of its tensors, and what these are in `tensors`, None for no part."""
+        canonical = {entry.source_name: name for name, entry in self.tensors.items()}
+        found: dict[Path, dict[str, str | None]] = {}
+        for name, file in self._owners.items():
+            found.setdefault(file.path, {})[name] = canonical.get(name)
+        return found
+
     def check(self, name: str, tensor: torch.Tensor | None = None) -> None:
         """Looks at every value of a tensor, the first time it is asked to.
 

@@ -97,7 +97,8 @@ def detect(folder: Path, tensors: Mapping[str, TensorInfo]) -> Layout:
         if not path.is_file():
             continue
         content = read_foreign_json(path)
-        refuse_kind(file, content)
+        if file == "config.json":
+            refuse_kind(file, content)
         if host_of(content) is not None:
             return Layout(**read_host(path, content))
         for keys, reader in readers:

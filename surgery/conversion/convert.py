@@ -27,7 +27,15 @@ from ..measure.plots import plot_profile
 from ..measure.profile import Profile, read_profile, write_profile
 from ..planning.plan import DEFAULT_LAYERS, Plan, make_plan, read_plan, write_plan
 from .card import CardFacts, kept_readme, render_card
-from .model_folder import new_tensors, output_config, output_specs, write_surroundings, write_weights
+from .model_folder import (
+    can_copy,
+    copy_weights,
+    new_tensors,
+    output_config,
+    output_specs,
+    write_surroundings,
+    write_weights,
+)
 from .report import ConversionReport, build_report
 from .verify import Verification, choose_mode
 from .verify import verify as verify_folder
@@ -73,7 +81,7 @@ def convert(
     token: str | None = None,
     **plan_options: Any,
 ) -> ConversionReport:
-    """Swaps layers of a Mamba2 checkpoint for Palimpsa-M and writes the result as a model folder.
+    """Swaps Mamba2 mixers of a checkpoint for Palimpsa-M and writes the result as a model folder.
 
     Args:
         src: folder, Hub id, or an open checkpoint; an already converted one keeps its swapped layers.
@@ -112,7 +120,7 @@ def convert(
     measuring = replace(measuring, tokenizer=None)  # it is the checkpoint's own from here on
     mode = choose_mode(checkpoint, verify)
     plan, profile = _settle(checkpoint, plan, profile, layers, plan_options, measuring)
-    return _write(checkpoint, Path(out), plan, profile, asked or checkpoint.dtype, mode, force)
+    return _write(checkpoint, Path(out), plan, profile, asked, mode, force)
 
 
 def _settle(
@@ -169,23 +177,25 @@ def _write(
     out: Path,
     plan: Plan,
     profile: Profile,
-    dtype: torch.dtype,
+    asked: torch.dtype | None,
     mode: str,
     force: bool,
 ) -> ConversionReport:
-    config = output_config(checkpoint, plan)
-    specs = output_specs(checkpoint, config, dtype)
-    notes = (*checkpoint.notes, *_rounding_note(checkpoint, specs))
+    config, dtype = output_config(checkpoint, plan), asked or checkpoint.dtype
+    specs = output_specs(checkpoint, config, asked if checkpoint.family.copied else dtype)
+    copied = can_copy(checkpoint, specs)
+    notes = (*checkpoint.notes, *checkpoint.family.remarks(config), *_rounding_note(checkpoint, specs))
     for note in notes[len(checkpoint.notes) :]:
         logger.warning(note)
     readme = kept_readme(out)
     with output_folder(out, force=force) as folder:
-        files = write_weights(checkpoint, folder, specs, new_tensors(checkpoint, plan, profile))
+        write = copy_weights if copied else write_weights
+        files = write(checkpoint, folder, specs, new_tensors(checkpoint, plan, profile))
         plot_profile(profile, folder / PICTURE_FILE, chosen=plan.layers)
         write_surroundings(checkpoint, folder, config, dtype)
         write_plan(plan, folder / PLAN_FILE)
         write_profile(profile, folder / PROFILE_FILE)
-        verification = _verified(checkpoint, folder, plan, mode, dtype)
+        verification = _verified(checkpoint, folder, plan, mode)
         report = build_report(
             checkpoint,
             plan,
@@ -196,6 +206,7 @@ def _write(
             weight_files=files,
             verification=verification,
             notes=notes,
+            whole_files=copied,
         )
         write_model(report, folder / REPORT_FILE)
         write_text(folder / CARD_FILE, readme or _card(checkpoint, out.resolve().name, plan, profile, report))
@@ -204,10 +215,10 @@ def _write(
     return report
 
 
-def _verified(checkpoint: Checkpoint, folder: Path, plan: Plan, mode: str, dtype: torch.dtype) -> Verification:
+def _verified(checkpoint: Checkpoint, folder: Path, plan: Plan, mode: str) -> Verification:
     """Verifies; a folder that cannot even be read back is a failed verification too."""
     try:
-        return verify_folder(checkpoint, folder, plan, mode=mode, dtype=dtype)
+        return verify_folder(checkpoint, folder, plan, mode=mode)
     except (VerificationError, ChangedFileError):
         raise
     except (ValueError, RuntimeError, KeyError, OSError) as error:

@@ -18,35 +18,46 @@ from torch import Tensor
 from ...base.errors import CheckpointError, SchemaError
 from ...base.files import load_json, load_yaml, write_json
 from ...kernels.common.precision import dtype_name
-from ...mixers.geometry import keeps_fp32
+from ..checkpoint.keymap import strip_wrappers
 from ..checkpoint.licenses import license_files
 from ..checkpoint.sources import reading, recipe_files, tokenizer_file_name, tokenizer_files
 from ..checkpoint.tokenizer import SPECIAL_TOKEN_IDS, load_tokenizer
+from ..families.hybrids import PREFIX, HybridConfig
 from ..families.mamba2 import Mamba2Config
 from ..measure.profile import Profile
 from ..planning.plan import Plan
 from .initialization import STARTS, Start, StartContext
-from .writer import TensorSpec, write_tensors
+from .writer import TensorSpec, copy_files, write_tensors
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
 
+Config = Mamba2Config | HybridConfig
 
-def output_config(checkpoint: Checkpoint, plan: Plan) -> Mamba2Config:
+
+def output_config(checkpoint: Checkpoint, plan: Plan) -> Config:
     """The output's config: the source's, and what the plan adds."""
     return replace(
         checkpoint.config, gate=plan.gate, palimpsa_layers=tuple(sorted({*checkpoint.palimpsa_layers, *plan.layers}))
     )
 
 
-def output_specs(checkpoint: Checkpoint, config: Mamba2Config, dtype: torch.dtype | None = None) -> list[TensorSpec]:
-    """Name, shape and dtype (None: as the checkpoint stores it) of every tensor of the output, in its order."""
-    return [
-        TensorSpec(name, shape, torch.float32 if keeps_fp32(name) else dtype or checkpoint.tensors[name].dtype)
-        for name, shape in checkpoint.family.shapes(config).items()
-    ]
+def output_specs(checkpoint: Checkpoint, config: Config, dtype: torch.dtype | None = None) -> list[TensorSpec]:
+    """Name, shape and dtype (None: as the checkpoint stores it) of every tensor of the output, in its order.
+
+    What is kept in fp32 is stored in it; a family whose files are copied has it as it was.
+    """
+    family = checkpoint.family
+
+    def stored(name: str) -> torch.dtype:
+        entry = checkpoint.tensors.get(name)
+        if family.keeps_fp32(config, name):
+            return entry.dtype if entry and family.copied else torch.float32
+        return dtype or (entry.dtype if entry else checkpoint.dtype)
+
+    return [TensorSpec(name, shape, stored(name)) for name, shape in checkpoint.shapes(config).items()]
 
 
 def write_weights(
@@ -74,6 +85,43 @@ def write_weights(
     return tuple(write_tensors(folder, specs, load))
 
 
+def can_copy(checkpoint: Checkpoint, specs: list[TensorSpec]) -> bool:
+    """Whether the output's tensors are in the weight files as they must be, but for new ones, in files of their own.
+
+    transformers has to find them there: names with what a training wrapper put before them it does not know.
+    """
+    kept = {spec.name: spec.dtype for spec in specs}
+    if not checkpoint.family.copied or any(kept.get(n, e.dtype) != e.dtype for n, e in checkpoint.tensors.items()):
+        return False
+    for path, names in checkpoint.files.items():
+        gone = [name not in kept for name in names.values() if name is not None]
+        if path.suffix != ".safetensors" or any(strip_wrappers(name) != name for name in names):
+            return False
+        if any(gone) and not all(gone):
+            return False
+    return True
+
+
+def copy_weights(
+    checkpoint: Checkpoint,
+    folder: Path,
+    specs: list[TensorSpec],
+    changed: Callable[[str], Tensor | None] = lambda name: None,
+) -> tuple[str, ...]:
+    """Copies the weight files into `folder`, byte for byte, and writes new tensors into one more; see `can_copy`.
+
+    Args, returns: as for `write_weights`.
+    """
+    kept = {spec.name for spec in specs}
+    files = {
+        path: list(names)
+        for path, names in checkpoint.files.items()
+        if not all(name is not None and name not in kept for name in names.values())
+    }
+    added = [spec for spec in specs if spec.name not in checkpoint.tensors]
+    return tuple(copy_files(folder, files, added, changed))
+
+
 def new_tensors(checkpoint: Checkpoint, plan: Plan, profile: Profile) -> Callable[[str], Tensor | None]:
     """Gives the new tensors of the plan's layers by name, computed when asked for; the last layer's are kept."""
     places = {
@@ -92,7 +140,7 @@ def new_tensors(checkpoint: Checkpoint, plan: Plan, profile: Profile) -> Callabl
                 gate=plan.gate,
                 seed=plan.seed,
                 strength=plan.strength,
-                calibration=profile.layers[layer].calibration,
+                calibration=profile.of(layer).calibration,
                 load_in_proj=lambda: checkpoint.load(site.tensor("in_proj.weight")),
             )
         )
@@ -105,7 +153,7 @@ def new_tensors(checkpoint: Checkpoint, plan: Plan, profile: Profile) -> Callabl
 
 
 def write_surroundings(
-    checkpoint: Checkpoint, folder: Path, config: Mamba2Config, dtype: torch.dtype, *, own: bool = False
+    checkpoint: Checkpoint, folder: Path, config: Config, dtype: torch.dtype, *, own: bool = False
 ) -> None:
     """config.json, the bundled code, tokenizer and generation config.
 
@@ -121,18 +169,19 @@ def write_surroundings(
 
     from ...modeling.bundle import bundle_remote_code, remote_code_keys
 
-    stated = {**remote_code_keys(), "dtype": dtype_name(dtype)}
+    family = checkpoint.family
+    model_type = f"{PREFIX}{family.name}"
+    stated = {**remote_code_keys(model_type), "dtype": dtype_name(dtype)}
     if own:
         ids = {key: number for key in SPECIAL_TOKEN_IDS if (number := getattr(config, key)) is not None}
         content = {**load_json(checkpoint.path / "config.json"), **ids, **stated}
         content.pop("torch_dtype", None)
         write_json(folder / "config.json", content)
     else:
-        model_config = checkpoint.family.model_config(config, **stated)
-        model_config.save_pretrained(folder)
+        family.write_config(config, folder, **stated)
         if checkpoint.generation_config is None:
-            GenerationConfig.from_model_config(model_config).save_pretrained(folder)
-    bundle_remote_code(folder)
+            GenerationConfig.from_model_config(family.model_config(config)).save_pretrained(folder)
+    bundle_remote_code(folder, model_type)
     copy_companions(checkpoint, folder)
 
 

@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 
 from ...base.schemas import StrictModel, StrictPart
 from ...kernels.common.precision import dtype_name
-from ..checkpoint.keymap import translate
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
@@ -118,8 +117,11 @@ class ConversionReport(StrictModel):
         }
 
 
-def account(checkpoint: Checkpoint, specs: list[TensorSpec]) -> TensorAccounts:
-    """Sorts every tensor of source and output into the four lists."""
+def account(checkpoint: Checkpoint, specs: list[TensorSpec], *, whole_files: bool = False) -> TensorAccounts:
+    """Sorts every tensor of source and output into the four lists.
+
+    Where whole files were copied, what the model does not need came along.
+    """
     copied, transformed, created = {}, [], []
     for spec in specs:
         entry = checkpoint.tensors.get(spec.name)
@@ -131,10 +133,12 @@ def account(checkpoint: Checkpoint, specs: list[TensorSpec]) -> TensorAccounts:
             transformed.append(TransformedTensor(name=spec.name, source=entry.source_name, how=how))
         else:
             copied[spec.name] = entry.source_name
-    dropped = [DroppedTensor(source=name, reason=reason) for name, reason in checkpoint.dropped]
+    unused = dict(checkpoint.dropped)
+    copied |= {name: name for name in unused if whole_files}
+    dropped = [DroppedTensor(source=name, reason=reason) for name, reason in unused.items() if not whole_files]
     return TensorAccounts(
-        source_count=len(checkpoint.tensors) + len(dropped),
-        output_count=len(specs),
+        source_count=len(checkpoint.tensors) + len(unused),
+        output_count=len(copied) + len(transformed) + len(created),
         copied=copied,
         transformed=transformed,
         dropped=dropped,
@@ -144,9 +148,8 @@ def account(checkpoint: Checkpoint, specs: list[TensorSpec]) -> TensorAccounts:
 
 def _changes(checkpoint: Checkpoint, entry: object, spec: TensorSpec) -> str:
     changes = []
-    found = translate(entry.source_name, checkpoint.layout)
-    if found is not None and found[1].transform is not None:
-        changes.append(found[1].transform.__name__.strip("_"))
+    if transformed := checkpoint.transformed(entry.name):
+        changes.append(transformed)
     if entry.dtype != spec.dtype:
         changes.append(f"{dtype_name(entry.dtype)} to {dtype_name(spec.dtype)}")
     return ", ".join(changes)
@@ -163,9 +166,10 @@ def build_report(
     weight_files: tuple[str, ...],
     verification: Verification,
     notes: tuple[str, ...],
+    whole_files: bool = False,
 ) -> ConversionReport:
-    """The report of one conversion."""
-    accounts = account(checkpoint, specs)
+    """The report of one conversion; `whole_files` as for `account`."""
+    accounts = account(checkpoint, specs, whole_files=whole_files)
     created = {tensor.name for tensor in accounts.created}
     sizes = {spec.name: torch.Size(spec.shape).numel() for spec in specs}
     return ConversionReport(

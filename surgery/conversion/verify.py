@@ -12,8 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +26,7 @@ from ...base.errors import PalimpsaError, UsageError, VerificationError
 from ...base.text import token_windows
 from ...mixers.geometry import GateSpec
 from ..checkpoint.tokenizer import open_tokenizer
+from ..families.hybrids import quiet_transformers
 from ..planning.plan import Plan
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _free_memory() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def verify(checkpoint: Checkpoint, folder: Path, plan: Plan, *, mode: str, dtype: torch.dtype) -> Verification:
+def verify(checkpoint: Checkpoint, folder: Path, plan: Plan, *, mode: str) -> Verification:
     """Compares the model written to `folder` with its source.
 
     Args:
@@ -110,7 +110,6 @@ def verify(checkpoint: Checkpoint, folder: Path, plan: Plan, *, mode: str, dtype
         folder: what was written; it is read back.
         plan: the surgery.
         mode: one of `MODES`.
-        dtype: the weights were stored in.
 
     Raises:
         VerificationError: a difference; the message says where and how large.
@@ -130,7 +129,7 @@ def verify(checkpoint: Checkpoint, folder: Path, plan: Plan, *, mode: str, dtype
             tensors=tensors,
         )
     ids, text = _text(checkpoint)
-    off, on = verify_logits(checkpoint, folder, plan, ids, dtype=dtype)
+    off, on = verify_logits(checkpoint, folder, plan, ids)
     return Verification(mode, f"logits of {ids.shape[1]} tokens of {text}", off, on, tensors=tensors)
 
 
@@ -181,7 +180,6 @@ def verify_layers(checkpoint: Checkpoint, folder: Path, plan: Plan) -> dict[int,
         (error with metaplasticity off, error with it on) by layer.
     """
     from ...mixers.metaplasticity import metaplasticity_off
-    from ...mixers.mixer import Mamba2Mixer, PalimpsaMixer
     from ..checkpoint.checkpoint import open_checkpoint
 
     written = open_checkpoint(folder)
@@ -190,14 +188,15 @@ def verify_layers(checkpoint: Checkpoint, folder: Path, plan: Plan) -> dict[int,
         for layer in progress(list(plan.layers), "checking layers"):
             site = written.sites[layer]
             hidden = _layer_input(checkpoint, site)
-            plain = Mamba2Mixer(checkpoint.sites[layer].geometry)
+            plain, swapped = written.family.mixers(written.config, layer)
             expected = _mixer(plain, checkpoint, written, site)(hidden)
             _refuse_not_finite(expected, f"layer {layer}")
-            mixer = _mixer(PalimpsaMixer(site.geometry, site.gate), written, written, site)
+            del plain
+            mixer = _mixer(swapped, written, written, site)
             with metaplasticity_off(mixer):
                 off = relative_l2(mixer(hidden), expected)
             on = relative_l2(mixer(hidden), expected)
-            del mixer
+            del mixer, swapped
             _check(off, on, plan, f"layer {layer}")
             errors[layer] = (off, on)
     return errors
@@ -214,50 +213,44 @@ def _mixer(mixer: nn.Module, checkpoint: Checkpoint, written: Checkpoint, site: 
     """The mixer in fp32 with a checkpoint's tensors, rounded to the dtypes that were written."""
     prefix = site.tensor("")
     names = [name for name in checkpoint.tensors if name.startswith(prefix)]
-    state = {name.removeprefix(prefix): checkpoint.load(name).to(written.tensors[name].dtype).float() for name in names}
+    state = {name.removeprefix(prefix): _rounded(checkpoint, written, name) for name in names}
     mixer.load_state_dict(state, strict=True, assign=True)
     return mixer.eval()
 
 
-def verify_logits(
-    checkpoint: Checkpoint, folder: Path, plan: Plan, ids: Tensor, *, dtype: torch.dtype
-) -> tuple[float, float]:
+def _rounded(checkpoint: Checkpoint, written: Checkpoint, name: str) -> Tensor:
+    """A tensor in fp32, rounded as it was written."""
+    return checkpoint.load(name).to(written.tensors[name].dtype).float()
+
+
+def verify_logits(checkpoint: Checkpoint, folder: Path, plan: Plan, ids: Tensor) -> tuple[float, float]:
     """Runs the source and then the written model, read by transformers, on `ids` [1, T].
 
-    With a source that was converted before, "off" compares both models with all their metaplasticity off, "on" both
-    with theirs on.
+    The source is rounded to the dtypes that were written. A hybrid's is run by its own class of transformers. With a
+    source that was converted before, "off" compares both models without any metaplasticity, "on" both with theirs on.
 
     Returns:
         (error with metaplasticity off, error with it on).
     """
-    from ..checkpoint.loading import load_model
+    from ..checkpoint.checkpoint import open_checkpoint
 
-    source = load_model(checkpoint, dtype=dtype).to(torch.float32)
-    expected_off = _logits(source, ids, off=True)
-    expected_on = _logits(source, ids, off=False) if checkpoint.palimpsa_layers else expected_off
-    del source
+    written = open_checkpoint(folder)
+    family, config = checkpoint.family, checkpoint.config
+    state = {name: _rounded(checkpoint, written, name) for name in checkpoint.tensors}
+    new = {name for site in checkpoint.sites.values() if site.gate for name in site.new(site.gate)}
+    plain = {name: tensor for name, tensor in state.items() if name not in new}
+    expected_on = expected_off = _logits(family.reference(config, plain), ids, off=True)
+    if new:
+        expected_on = _logits(family.build(config, state, torch.float32), ids, off=False)
+    del state, plain
     for expected in (expected_off, expected_on):
         _refuse_not_finite(expected, "the logits")
-    with _quiet_transformers():
+    with quiet_transformers():
         model = checkpoint.family.model_class().from_pretrained(folder, dtype=torch.float32).eval()
     off = relative_l2(_logits(model, ids, off=True), expected_off)
     on = relative_l2(_logits(model, ids, off=False), expected_on)
     _check(off, on, plan, "the logits")
     return off, on
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Without transformers' own progress bars, which appear even where stderr is no terminal."""
-    from transformers.utils import logging as transformers_logging
-
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
 
 
 def _logits(model: nn.Module, ids: Tensor, *, off: bool) -> Tensor:

@@ -64,10 +64,12 @@ class Family(Protocol):
     Attributes:
         name: the `model_type` that transformers has for such a model without swapped layers.
         layouts: those that its models can be exported in, the usual one first.
+        copied: whether a conversion takes the weight files as they are and puts what is new into one more.
     """
 
     name: str
     layouts: tuple[str, ...]
+    copied: bool
 
     def config(self, where: str, keys: Mapping[str, Any]) -> Any:
         """The config of a checkpoint, from keys under transformers' names; `CheckpointError` names the file `where`."""

@@ -10,7 +10,8 @@ import copy
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +30,8 @@ PREFIX = "palimpsa_"
 """Before a host's `model_type`, that of its models with swapped layers."""
 
 _KINDS = {"full_attention": "attention", "linear_attention": "Mamba2", "moe": "a mixture of experts", "mlp": "an MLP"}
+_OF_FILES = ("model_type", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version")
+"""Keys of config.json that concern the code and the files, not what the model computes."""
 _SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
@@ -66,13 +69,16 @@ class HybridConfig:
         return {**self.content, **{key: value for key in _SPECIAL if (value := getattr(self, key)) is not None}}
 
     def arguments(self) -> dict[str, Any]:
-        """The keys of config.json."""
+        """The keys of config.json that say what the model computes."""
         gate = self.gate.keys() if self.gate else {}
-        return {**self.keys(), **gate, "palimpsa_layers": list(self.palimpsa_layers)}
+        host = {key: value for key, value in self.keys().items() if key not in _OF_FILES}
+        return {**host, **gate, "palimpsa_layers": list(self.palimpsa_layers)}
 
 
 class Hybrid:
     """The family of one host; see `base.Family`."""
+
+    copied = True
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -167,11 +173,17 @@ class Hybrid:
     def model_config(self, config: HybridConfig, **more: Any) -> Any:
         from ...modeling.hybrids.configuration_palimpsa_hybrid import config_class
 
-        keys = {key: value for key, value in config.arguments().items() if key not in ("model_type", "auto_map")}
-        return config_class(self.name).from_dict({**keys, **more})
+        return config_class(self.name).from_dict({**config.arguments(), **more})
 
     def write_config(self, config: HybridConfig, folder: Path, **more: Any) -> None:
-        write_json(folder / "config.json", _strict({**config.arguments(), **more}))
+        of_files = {"model_type": f"{PREFIX}{self.name}", **more}
+        write_json(folder / "config.json", _strict({**config.arguments(), **of_files}))
+
+    def write_host_config(self, config: HybridConfig, folder: Path, **more: Any) -> None:
+        """config.json of the host's own class, as it was before a surgery, and `more`."""
+        of_files = {"model_type": self.name, "architectures": [type(self.host(config)).__name__], **more}
+        keys = {key: value for key, value in config.keys().items() if key not in _OF_FILES}
+        write_json(folder / "config.json", _strict({**keys, **of_files}))
 
     def model_class(self) -> type:
         from ...modeling.hybrids.modeling_palimpsa_hybrid import model_class
@@ -244,7 +256,7 @@ class Hybrid:
     def _host_config(self, content: Mapping[str, Any], where: str = "config.json") -> Any:
         from ...modeling.hybrids.configuration_palimpsa_hybrid import host_config_class
 
-        keys = {key: value for key, value in content.items() if key not in ("model_type", "auto_map")}
+        keys = {key: value for key, value in content.items() if key not in _OF_FILES}
         try:
             return host_config_class(self.name).from_dict(keys)
         except PalimpsaError:
@@ -292,11 +304,26 @@ def _on_meta(name: str, content: str) -> Any:
         ) from error
 
 
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without transformers' own progress bars, which appear even where stderr is no terminal."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def _loaded(model_class: type, config: Any, state: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
     """A model of transformers from tensors; what is no parameter it makes itself."""
-    model, info = model_class.from_pretrained(
-        None, config=config, state_dict=dict(state), dtype=dtype, output_loading_info=True
-    )
+    with quiet_transformers():
+        model, info = model_class.from_pretrained(
+            None, config=config, state_dict=dict(state), dtype=dtype, output_loading_info=True
+        )
     wrong = [*info["missing_keys"], *info["unexpected_keys"], *(name for name, *_ in info["mismatched_keys"])]
     if wrong:
         raise RuntimeError(f"{model_class.__name__}: missing, unexpected or of another shape: {', '.join(wrong[:5])}")

@@ -68,6 +68,7 @@ class Mamba2:
 
     name = "mamba2"
     layouts = ("mamba_ssm", "palimpsa_mamba2")
+    copied = False
 
     def config(self, where: str, keys: Mapping[str, Any]) -> Mamba2Config:
         keys = dict(keys)

@@ -106,8 +106,8 @@ class Profile(StrictModel):
     @model_validator(mode="after")
     def _numbered(self) -> Profile:
         numbers = [layer.layer for layer in self.layers]
-        if numbers != list(range(len(numbers))):
-            raise ValueError(f"layers must be numbered 0 to {len(numbers) - 1} in order, not {numbers}")
+        if numbers != sorted(set(numbers)):
+            raise ValueError(f"layers must be in the order of their numbers, each once, not {numbers}")
         return self
 
     @model_validator(mode="after")
@@ -123,6 +123,10 @@ class Profile(StrictModel):
         """Layers that were Palimpsa-M already when the checkpoint was measured."""
         return tuple(layer.layer for layer in self.layers if layer.swapped)
 
+    def of(self, layer: int) -> LayerProfile:
+        """The figures of a layer, by its number in the model: layers without a Mamba2 mixer have none."""
+        return next(figures for figures in self.layers if figures.layer == layer)
+
     def describe(self) -> str:
         """One line for people: which text, how much of it, in windows of what length."""
         if self.method == "static":
@@ -136,11 +140,11 @@ class Profile(StrictModel):
                 f"profile.json:fingerprint: the profile was measured on {self.source} ({self.fingerprint[:12]}), not "
                 f"on {checkpoint.source_id} ({checkpoint.fingerprint[:12]}); measure this checkpoint again"
             )
-        layers = checkpoint.num_layers
-        if len(self.layers) != layers:
+        layers = list(checkpoint.sites)
+        if [layer.layer for layer in self.layers] != layers:
             raise SchemaError(
                 f"profile.json:layers: lists {counted(len(self.layers), 'layer')}, {checkpoint.source_id} has "
-                f"{layers}; measure this checkpoint again"
+                f"{len(layers)} with a Mamba2 mixer; measure this checkpoint again"
             )
         for layer in self.layers:
             heads = checkpoint.sites[layer.layer].geometry.num_heads

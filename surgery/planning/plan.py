@@ -129,7 +129,7 @@ class Plan(StrictModel):
         """The keys that this checkpoint cannot have as they are, each with what is wrong."""
         for fault in _bad_layers(self.layers, checkpoint):
             yield "layers", fault
-        for site in (checkpoint.sites[layer] for layer in self.layers):
+        for site in (checkpoint.sites[layer] for layer in self.layers if layer in checkpoint.sites):
             yield from self.gate.misfits(site.geometry.hidden_size, site.geometry.head_dim)
         own = checkpoint.config.gate.keys() if checkpoint.palimpsa_layers else {}
         for key, theirs in own.items():
@@ -168,11 +168,14 @@ def parse_layers(text: str) -> int | tuple[int, ...]:
 
 
 def _bad_layers(layers: Sequence[int], checkpoint: Checkpoint) -> Iterator[str]:
-    """What is wrong with each layer that the model has not, or that is Palimpsa-M already."""
-    num_layers, swapped = checkpoint.num_layers, checkpoint.palimpsa_layers
+    """What is wrong with each layer that the model has not, that has no mixer, or that is Palimpsa-M already."""
+    num_layers, swapped, sites = checkpoint.num_layers, checkpoint.palimpsa_layers, checkpoint.sites
     for layer in layers:
         if layer >= num_layers:
             yield f"layer {layer}: the model has {counted(num_layers, 'layer')}, 0 to {num_layers - 1}"
+        elif layer not in sites:
+            kind, mixers = checkpoint.family.kind(checkpoint.config, layer), ", ".join(map(str, sites))
+            yield f"layer {layer}: is {kind}, without a Mamba2 mixer to swap; the layers with one are {mixers}"
         if layer in swapped:
             listed = ", ".join(str(number) for number in swapped)
             yield f"layer {layer}: is Palimpsa-M already (swapped: {listed}); choose plain Mamba2 layers"
@@ -249,7 +252,7 @@ def make_plan(
 
 
 def _asked_for(profile: Profile | None, layer: int) -> str:
-    return "asked for" if profile is None else f"asked for, window {profile.layers[layer].window:.4g} tokens"
+    return "asked for" if profile is None else f"asked for, window {profile.of(layer).window:.4g} tokens"
 
 
 def write_plan(plan: Plan, path: str | Path) -> None:

@@ -4,7 +4,10 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from palimpsa_surgery.mixers.geometry import GATE, GateSpec
+from palimpsa_surgery.modeling.hybrids.configuration_palimpsa_hybrid import config_class
 from palimpsa_surgery.modeling.hybrids.hosts import mixer_paths, time_step_limit
+from palimpsa_surgery.modeling.hybrids.modeling_palimpsa_hybrid import model_class
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -132,6 +135,25 @@ def with_true_bounds(host: PreTrainedModel) -> PreTrainedModel:
     for path in mixer_paths(host.config).values():
         host.get_submodule(path).time_step_limit = time_step_limit(host.config)
     return host
+
+
+def make_hybrid(variant: str, layers: list[int] | None = None, **changes) -> PreTrainedModel:
+    """The host of `make_host` with layers swapped (those of `SWAPPED`), and importance that matters in each."""
+    kind = variant.partition("/")[0]
+    swapped = {"palimpsa_layers": SWAPPED[kind] if layers is None else layers}
+    model = model_class(kind)(config_class(kind)(**{**VARIANTS[variant], **swapped, **changes}))
+    own = {key: value for key, value in changes.items() if key not in GateSpec.KEYS}
+    model.load_state_dict({**model.state_dict(), **make_host(variant, **own).state_dict()})
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("beta_scale"):
+                parameter.uniform_(0.5, 1.5, generator=generator)
+            elif name.endswith("log_prior"):
+                parameter.uniform_(-0.5, 0.5, generator=generator)
+            elif f".{GATE}." in name:
+                parameter.normal_(0.0, 0.5, generator=generator)
+    return model.eval()
 
 
 def save_host(variant: str, folder: Path, **changes) -> Path:

@@ -1,0 +1,43 @@
+"""One host and one hybrid a variant, made once; whoever changes one takes a copy."""
+
+from functools import cache
+
+import pytest
+from palimpsa_surgery.modeling.hybrids.configuration_palimpsa_hybrid import known_hosts
+from tiny_hybrids import VARIANTS, make_host, make_hybrid, with_true_bounds
+
+KINDS = [kind for kind in VARIANTS if kind in known_hosts()]
+
+
+@cache
+def _host(variant):
+    return with_true_bounds(make_host(variant))
+
+
+@cache
+def _hybrid(variant):
+    return make_hybrid(variant)
+
+
+@pytest.fixture(scope="session", params=[v for v in VARIANTS if v.partition("/")[0] in known_hosts()])
+def variant(request):
+    """Every branch of every host's code."""
+    return request.param
+
+
+@pytest.fixture(scope="session", params=KINDS)
+def kind(request):
+    """Every host."""
+    return request.param
+
+
+@pytest.fixture
+def host():
+    """variant -> the host with the true bounds of the step size."""
+    return _host
+
+
+@pytest.fixture
+def hybrid():
+    """variant -> the same with layers swapped and importance that matters."""
+    return _hybrid
