@@ -130,7 +130,7 @@ def _layer_table(facts: CardFacts) -> str:
         return f"Layers: {', '.join(map(str, facts.swapped))}{rule}."
     rows = ["| layer | window (tokens) | rate (nats a token) | why |", "| --- | --- | --- | --- |"]
     for layer in facts.swapped:
-        figures = facts.profile.layers[layer]
+        figures = facts.profile.of(layer)
         why = facts.plan.reasons.get(layer, "" if layer in facts.plan.layers else "swapped before")
         rows.append(f"| {layer} | {figures.window:.4g} | {figures.rate:.4g} | {why} |")
     how = f"Rule: {facts.plan.rule}. Figures: {facts.profile.describe()}; means over heads, per head in `profile.json`."

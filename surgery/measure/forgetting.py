@@ -24,7 +24,6 @@ from ...base.console import progress
 from ...base.errors import CheckpointError
 from ...base.text import token_windows
 from ..checkpoint.tokenizer import open_tokenizer
-from ..families.registry import mixers
 from .calibration import CalibrationSums
 from .layerwise import LayerFiles, run_by_layer
 from .profile import LayerProfile, Profile, rounded
@@ -123,23 +122,25 @@ def measure_forgetting(
     The model is only watched: its mode, weights and outputs stay as they are, and the hooks go even after an error.
 
     Args:
-        model: a `PalimpsaMamba2ForCausalLM`, on any device, in any dtype.
+        model: of a family in `families/`, on any device, in any dtype.
         windows: token ids, arrays of any lengths.
         batch_size: windows at a time; memory and speed depend on it, the figures do not.
         calibrate: also collect the statistics of the calibrated start.
         files: where the weights of the model are, unless it has them itself.
 
     Returns:
-        One entry for each layer.
+        One entry for each layer that has a Mamba2 mixer.
     """
-    found = mixers(model)
-    sums = {layer: ForgettingSums(mixer, calibrate) for layer, mixer in found.items()}
-    last = max(found)
+    from .views import our_mixers
+
     training = model.training
     model.eval()
     try:
-        with progress(len(windows) * (last + 1), "measuring") as bar, _watching(found, sums):
-            run_by_layer(model, windows, batch_size=batch_size, last=last, files=files, ran=bar.update)
+        with our_mixers(model) as found:
+            sums = {layer: ForgettingSums(mixer, calibrate) for layer, mixer in found.items()}
+            last = max(found)
+            with progress(len(windows) * (last + 1), "measuring") as bar, _watching(found, sums):
+                run_by_layer(model, windows, batch_size=batch_size, last=last, files=files, ran=bar.update)
     finally:
         model.train(training)
     return [layer_sums.result(layer) for layer, layer_sums in sums.items()]
@@ -166,7 +167,8 @@ def _watch(
     sums.add(step, strength)
     if sums.calibration is not None:
         x, keys, _ = mixer.split_channels(mixer.conv1d(channels)[0])
-        sums.calibration.add_input(inputs[0])
+        # The importance gate reads what the host has not multiplied yet.
+        sums.calibration.add_input(inputs[0] / getattr(mixer, "input_multiplier", 1.0))
         sums.calibration.add_states(x, keys, step, -strength * step)
 
 

@@ -43,12 +43,29 @@ class LayerFiles:
         self.device = torch.device(device)
         self._checkpoint = checkpoint
         self._names = {module: name for name, module in self.model.named_modules()}
+        first: dict[int, str] = {}
+        tensors = self.model.state_dict(keep_vars=True).items()
+        self._stored = {name: first.setdefault(id(tensor), name) for name, tensor in tensors}  # what is tied, once
+        self._fill_buffers()
+
+    def _fill_buffers(self) -> None:
+        """What no file has, such as the frequencies of rotary embeddings, by the host's own initialization."""
+        found = False
+        for module in self.model.modules():
+            for name in module._non_persistent_buffers_set:
+                setattr(module, name, torch.empty_like(getattr(module, name), device=self.device))
+                found = True
+        if found:
+            self.model.initialize_weights()  # of the weights, which are on `meta`, this does nothing
+
+    def _load(self, name: str) -> Tensor:
+        return self._checkpoint.load_whole(self._stored[name]).to(self.device, torch.float32)
 
     @contextmanager
     def layer(self, layer: nn.Module) -> Iterator[None]:
         """The weights of a decoder layer are in memory while the block runs."""
         name, empty = self._names[layer], layer.state_dict()
-        filled = {key: self._checkpoint.load(f"{name}.{key}").to(self.device, torch.float32) for key in empty}
+        filled = {key: self._load(f"{name}.{key}") for key in empty}
         layer.load_state_dict(filled, strict=True, assign=True)
         try:
             yield
@@ -68,7 +85,7 @@ class LayerFiles:
 
     def _rows(self, wanted: Tensor) -> Tensor:
         """Rows `wanted` [n], in ascending order, of the embedding, which is read a piece at a time; fp32 [n, D]."""
-        name = f"{self._names[self.model.get_input_embeddings()]}.weight"
+        name = self._stored[f"{self._names[self.model.get_input_embeddings()]}.weight"]
         self._checkpoint.check(name)
         width = self._checkpoint.tensors[name].shape[1]
         found, first, rest = [], 0, None

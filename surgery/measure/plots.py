@@ -31,7 +31,8 @@ def plot_profile(profile: Profile, path: str | Path, *, chosen: Sequence[int] = 
     """
     from matplotlib.figure import Figure
 
-    layers, heads = len(profile.layers), max(len(layer.head_rate) for layer in profile.layers)
+    numbers, heads = [layer.layer for layer in profile.layers], max(len(layer.head_rate) for layer in profile.layers)
+    layers, marked_rows = len(numbers), [row for row, number in enumerate(numbers) if number in chosen]
     height = min(max(3.2, 0.22 * layers + 1.4), 18)
     width = min(max(9.0, 0.16 * heads + 5), 20)
     figure = Figure(figsize=(width, height), dpi=110, facecolor="white", layout="constrained")
@@ -41,11 +42,12 @@ def plot_profile(profile: Profile, path: str | Path, *, chosen: Sequence[int] = 
         (right, "forget rate (nats a token)", "magma_r", [layer.head_rate for layer in profile.layers], "rate"),
     )
     for axes, title, colours, values, kind in panels:
-        _heat_map(figure, axes, title, colours, values, chosen)
+        _heat_map(figure, axes, title, colours, values, marked_rows)
         if layers <= MOST_LABELLED:
-            _layer_means(axes, heads, [getattr(layer, kind) for layer in profile.layers], chosen)
+            _layer_means(axes, heads, [getattr(layer, kind) for layer in profile.layers], marked_rows)
     left.set_ylabel("layer", color=INK)
-    left.set_yticks(range(layers) if layers <= MOST_LABELLED else sorted({*range(0, layers, 4), *chosen}))
+    rows = range(layers) if layers <= MOST_LABELLED else sorted({*range(0, layers, 4), *marked_rows})
+    left.set_yticks(rows, [str(numbers[row]) for row in rows])
     for label in left.get_yticklabels():
         if int(label.get_text()) in chosen:
             label.set(color=MARK, fontweight="bold")
@@ -73,7 +75,7 @@ def save_figure(figure: Figure, path: str | Path) -> None:
     write_bytes(path, picture.getvalue())
 
 
-def _heat_map(figure: Figure, axes, title: str, colours: str, values: list[list[float]], chosen: Sequence[int]) -> None:
+def _heat_map(figure: Figure, axes, title: str, colours: str, values: list[list[float]], marked: Sequence[int]) -> None:
     logs = [[math.log10(value) for value in row] for row in values]
     image = axes.imshow(logs, aspect="auto", interpolation="nearest", cmap=colours)
     axes.set_title(f"log10 {title}; layer means at the side", fontsize=8, color=INK)
@@ -83,11 +85,11 @@ def _heat_map(figure: Figure, axes, title: str, colours: str, values: list[list[
     axes.tick_params(labelsize=7, colors=INK)
     bar = figure.colorbar(image, ax=axes, pad=0.09)
     bar.ax.tick_params(labelsize=7, colors=INK)
-    for layer in chosen:
-        axes.axhspan(layer - 0.5, layer + 0.5, fill=False, edgecolor=MARK, linewidth=1.6)
+    for row in marked:
+        axes.axhspan(row - 0.5, row + 0.5, fill=False, edgecolor=MARK, linewidth=1.6)
 
 
-def _layer_means(axes, heads: int, means: list[float], chosen: Sequence[int]) -> None:
-    for layer, mean in enumerate(means):
-        weight, colour = ("bold", MARK) if layer in chosen else ("normal", INK)
-        axes.text(heads - 0.35, layer, f"{mean:.3g}", va="center", fontsize=7, color=colour, fontweight=weight)
+def _layer_means(axes, heads: int, means: list[float], marked: Sequence[int]) -> None:
+    for row, mean in enumerate(means):
+        weight, colour = ("bold", MARK) if row in marked else ("normal", INK)
+        axes.text(heads - 0.35, row, f"{mean:.3g}", va="center", fontsize=7, color=colour, fontweight=weight)

@@ -92,6 +92,7 @@ class Profile(StrictModel):
         tokens: real tokens measured.
         seq_len: length of the windows of text; the figures depend on it.
         seed: chose the windows.
+        layers: those that have a Mamba2 mixer, by their numbers in the model; a hybrid has others, too.
     """
 
     method: Literal["measured", "static"]
@@ -140,11 +141,11 @@ class Profile(StrictModel):
                 f"profile.json:fingerprint: the profile was measured on {self.source} ({self.fingerprint[:12]}), not "
                 f"on {checkpoint.source_id} ({checkpoint.fingerprint[:12]}); measure this checkpoint again"
             )
-        layers = list(checkpoint.sites)
-        if [layer.layer for layer in self.layers] != layers:
+        numbers, mixers = {layer.layer for layer in self.layers}, set(checkpoint.sites)
+        if numbers != mixers:
             raise SchemaError(
-                f"profile.json:layers: lists {counted(len(self.layers), 'layer')}, {checkpoint.source_id} has "
-                f"{len(layers)} with a Mamba2 mixer; measure this checkpoint again"
+                f"profile.json:layers: lists {counted(len(numbers), 'layer')}, {checkpoint.source_id} has {len(mixers)} "
+                f"with a Mamba2 mixer (layer {min(numbers ^ mixers)} is in one alone); measure this checkpoint again"
             )
         for layer in self.layers:
             heads = checkpoint.sites[layer.layer].geometry.num_heads
