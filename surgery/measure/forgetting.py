@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 FLOOR = 1e-12
 """Least A d_t in nats: 1 / (1 - exp(-FLOOR)) is still finite, and no head of a real model comes near it."""
 
-BATCH_TOKENS = 4096
+BATCH_TOKENS, BATCH_NUMBERS = 4096, 2**23
+"""Most tokens in a layer at a time, and most numbers of their hidden states: 2,048 tokens of a width of 4,096."""
 
 
 def window_of(decay: Tensor) -> Tensor:
@@ -195,7 +196,7 @@ def measure(
         tokens: how many tokens in all.
         seq_len: tokens in a window; windows longer than a head's memory are needed to see it.
         seed: of the choice of windows.
-        batch_size: windows at a time; by default as many as make `BATCH_TOKENS`.
+        batch_size: windows at a time inside a layer; by default as many as `BATCH_TOKENS` and `BATCH_NUMBERS` hold.
         static: no text, `static_forgetting` instead.
         calibrate: also collect what the calibrated start needs; a quarter of the time.
         device: where the model runs; fp32 whatever the checkpoint's dtype.
@@ -221,7 +222,8 @@ def measure(
     )
     logger.info("measuring %s on %d tokens of %s", checkpoint.source_id, about["tokens"], about["data"])
     files = LayerFiles(checkpoint, device)
-    batch_size = batch_size or max(1, BATCH_TOKENS // about["seq_len"])
+    most = min(BATCH_TOKENS, BATCH_NUMBERS // checkpoint.config.hidden_size)
+    batch_size = batch_size or max(1, most // about["seq_len"])
     layers = measure_forgetting(files.model, windows, batch_size=batch_size, calibrate=calibrate, files=files)
     return Profile(
         method="measured",
