@@ -143,9 +143,10 @@ class Profile(StrictModel):
             )
         numbers, mixers = {layer.layer for layer in self.layers}, set(checkpoint.sites)
         if numbers != mixers:
+            odd = min(numbers ^ mixers)
             raise SchemaError(
                 f"profile.json:layers: lists {counted(len(numbers), 'layer')}, {checkpoint.source_id} has "
-                f"{len(mixers)} with a Mamba2 mixer (layer {min(numbers ^ mixers)} is in one alone); measure this checkpoint again"
+                f"{len(mixers)} with a Mamba2 mixer (layer {odd} is in one alone); measure this checkpoint again"
             )
         for layer in self.layers:
             heads = checkpoint.sites[layer.layer].geometry.num_heads
