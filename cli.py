@@ -477,7 +477,9 @@ def merge(
 def export(
     model: Model,
     out: OutFolder,
-    layout: Annotated[str, typer.Option(help="mamba_ssm, or palimpsa_mamba2.")] = "mamba_ssm",
+    layout: Annotated[
+        str | None, typer.Option(help="mamba_ssm or palimpsa_mamba2; of a hybrid its model_type, or palimpsa_ and it.")
+    ] = None,
     off: Annotated[bool, typer.Option("--off", help="Leave the importance of swapped layers out.")] = False,
     revision: Revision = None,
     force: Force = False,

@@ -82,7 +82,9 @@ def _classes(model_type: str) -> tuple[str, str, str]:
     """Names of the classes of config, model without head, and causal model."""
     if model_type == _MAMBA2:
         return "PalimpsaMamba2Config", "PalimpsaMamba2Model", "PalimpsaMamba2ForCausalLM"
-    from .hybrids.modeling_palimpsa_hybrid import PREFIX, config_class, model_class
+    from .hybrids.configuration_palimpsa_hybrid import config_class
+    from .hybrids.hosts import PREFIX
+    from .hybrids.modeling_palimpsa_hybrid import model_class
 
     host = model_type.removeprefix(PREFIX)
     classes = config_class(host), model_class(host, headless=True), model_class(host)

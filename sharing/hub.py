@@ -210,7 +210,7 @@ class _Push:
         config, report = (self._table(info, present, name) for name in ("config.json", "surgery_report.json"))
         identity = {key: config.get(key) for key in self.upload.identity}
         identity["source_fingerprint"] = report.get("source_fingerprint")
-        return config.get("model_type") == "palimpsa_mamba2" and identity == self.upload.identity
+        return identity == self.upload.identity
 
     def _goes(self, name: str, same: bool) -> bool:
         """Whether a file that is there and not part of the push is removed."""

@@ -37,6 +37,7 @@ from ..surgery.checkpoint.licenses import card_metadata, license_files, license_
 from ..surgery.checkpoint.sources import (
     TOKENIZER_PATTERNS,
     is_of_tokenizer,
+    read_foreign_json,
     recipe_files,
     tokenizer_file_name,
     tokenizer_files,
@@ -169,14 +170,15 @@ def _weights(folder: Path, kind: str) -> list[str]:
             raise CheckpointError(f"{folder}: has no {TENSORS}; a push needs the adapter's tensors")
         return [TENSORS]
     names = [path.name for path in weight_files(folder)]
-    expected = r"model\.safetensors" if len(names) == 1 else r"model-\d+-of-\d+\.safetensors"
+    indexed = (folder / INDEX_FILE).is_file() and "model.safetensors" not in names
+    expected = r"model-[\w.-]+\.safetensors" if indexed else r"model\.safetensors"
     odd = [name for name in names if not re.fullmatch(expected, name)]
     if odd:
         raise CheckpointError(
             f"{folder}: its weights are in {odd[0]}, expected model.safetensors or numbered shards, which transformers "
             "finds by itself; write the model with this package"
         )
-    return names if len(names) == 1 else [*names, INDEX_FILE]
+    return [*names, INDEX_FILE] if indexed else names
 
 
 def _model_card(
@@ -186,7 +188,7 @@ def _model_card(
     from ..modeling.bundle import bundle_remote_code, remote_code_keys
 
     checkpoint = open_checkpoint(folder)
-    if checkpoint.layout != "palimpsa_mamba2":
+    if not checkpoint.converted:
         raise UsageError(
             f"{folder}: is in the layout {checkpoint.layout}; push takes a folder that convert, finetune or merge wrote"
         )
@@ -197,13 +199,11 @@ def _model_card(
             f"{EVAL_FILE}:model.fingerprint: the evaluation is of another model ({figures.fingerprint[:12]}, not "
             f"{checkpoint.fingerprint[:12]}); evaluate this one, or leave the file out"
         )
-    _copy_config(folder / "config.json", staging / "config.json", remote_code_keys())
-    code = frozenset(bundle_remote_code(staging))
-    report = _read_report(folder)
+    _copy_config(folder / "config.json", staging / "config.json", remote_code_keys(checkpoint.layout))
+    code = frozenset(bundle_remote_code(staging, checkpoint.layout))
+    report, said = _read_report(folder), read_foreign_json(folder / "config.json")
     identity = {
-        "palimpsa_layers": list(checkpoint.palimpsa_layers),
-        "num_hidden_layers": checkpoint.num_layers,
-        "hidden_size": checkpoint.config.hidden_size,
+        **{key: said.get(key) for key in ("model_type", "palimpsa_layers", "num_hidden_layers", "hidden_size")},
         "source_fingerprint": report.source_fingerprint if report else None,
     }
     return render_card(_facts(folder, checkpoint, report, name, figures)), identity, code
@@ -218,6 +218,7 @@ def _facts(
         plan=read_plan(plan) if plan.is_file() else None,
         swapped=checkpoint.palimpsa_layers,
         dtype=dtype_name(checkpoint.dtype),
+        family=checkpoint.family.name,
         profile=read_profile(profile) if profile.is_file() else None,
         license=checkpoint.license,
         base_model=checkpoint.base_model,

@@ -12,6 +12,8 @@ from huggingface_hub import EvalResult, ModelCardData
 from ...base.console import counted
 from ...mixers.geometry import GATE_FP32, MIXER_FP32
 from ..checkpoint.licenses import license_text
+from ..families.hybrids import PREFIX
+from ..families.mamba2 import MAMBA2
 from ..measure.profile import Profile
 from ..planning.plan import Plan
 
@@ -38,6 +40,7 @@ class CardFacts:
         base_model: a Hub id, None when the source is not on the Hub and names none.
         swapped: every Palimpsa-M layer, those of an earlier surgery included.
         dtype: of the stored weights.
+        family: name of the family of the model.
         verification: lines of figures, such as `metaplasticity off: 2.1e-07`.
         terms: `license_name` and `license_link` of the source's card, where its licence is `other`.
         training: how it was fine-tuned, a line for each fact.
@@ -50,6 +53,7 @@ class CardFacts:
     plan: Plan | None
     swapped: tuple[int, ...]
     dtype: str
+    family: str = MAMBA2.name
     profile: Profile | None = None
     license: str | list[str] | None = None
     base_model: str | None = None
@@ -98,18 +102,25 @@ def _front_matter(facts: CardFacts) -> str:
     )
 
 
+def _what(facts: CardFacts) -> str:
+    return "Mamba2" if facts.family == MAMBA2.name else f"hybrid Mamba2 (`{facts.family}`)"
+
+
 def _summary(facts: CardFacts) -> str:
     if not facts.swapped:
         source = f", fine-tuned from `{facts.base_model}`" if facts.base_model else ""
-        return f"A Mamba2 language model{source}, stored in the layout of `palimpsa_mamba2` with no layer swapped."
+        return (
+            f"A {_what(facts)} language model{source}, stored in the layout of `{PREFIX}{facts.family}` with no layer "
+            "swapped."
+        )
     count = len(facts.swapped)
     if facts.plan is None:
-        return f"A Mamba2 language model with {counted(count, 'Palimpsa-M layer')} ([paper]({PAPER}))."
+        return f"A {_what(facts)} language model with {counted(count, 'Palimpsa-M layer')} ([paper]({PAPER}))."
     source = facts.base_model or facts.plan.source
     layers, was = counted(count, "layer"), "was" if count == 1 else "were"
     groups = counted(facts.plan.gate.groups, "importance")
     return (
-        f"A Mamba2 language model made from `{source}`, in which {layers} {was} replaced by Palimpsa-M: "
+        f"A {_what(facts)} language model made from `{source}`, in which {layers} {was} replaced by Palimpsa-M: "
         f"a Mamba2 mixer whose synapses carry an importance that protects what was learnt from being overwritten "
         f"([paper]({PAPER})). All weights of the source are kept; each swapped layer adds a low-rank importance gate "
         f"(rank {facts.plan.beta_rank}, {groups} a head), a scale and a prior per head."
@@ -170,7 +181,8 @@ def _usage(facts: CardFacts) -> str:
 def _files(facts: CardFacts) -> str:
     profile = ", `profile.json` and `profile.png` hold the forget rates of the source" if facts.profile else ""
     surgery = f"`plan.yaml` is the surgery as data, `surgery_report.json` accounts for every tensor{profile}. "
-    *names, last = (f"`{name}`" for name in (*MIXER_FP32, *GATE_FP32))
+    kept = (*MIXER_FP32, *GATE_FP32) if facts.family == MAMBA2.name else GATE_FP32
+    *names, last = (f"`{name}`" for name in kept)
     dtypes = f"Weights are stored in {facts.dtype}; {', '.join(names)} and {last} in float32."
     return (surgery if facts.plan else "") + dtypes
 

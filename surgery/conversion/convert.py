@@ -252,6 +252,7 @@ def _card(checkpoint: Checkpoint, name: str, plan: Plan, profile: Profile, repor
             plan=plan,
             swapped=report.palimpsa_layers,
             dtype=report.dtype,
+            family=checkpoint.family.name,
             profile=profile,
             license=checkpoint.license,
             base_model=checkpoint.base_model,

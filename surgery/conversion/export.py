@@ -18,9 +18,17 @@ from ...kernels.common.precision import dtype_name
 from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.licenses import card_metadata, license_terms
 from ..checkpoint.tokenizer import with_tokenizer
-from ..families.mamba2 import EMBEDDING, HEAD, Mamba2Config
+from ..families.mamba2 import EMBEDDING, HEAD
 from .card import CardFacts, front_matter, render_card
-from .model_folder import copy_companions, output_specs, write_surroundings, write_weights
+from .model_folder import (
+    Config,
+    can_copy,
+    copy_companions,
+    copy_weights,
+    output_specs,
+    write_surroundings,
+    write_weights,
+)
 from .writer import TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -34,7 +42,7 @@ def export(
     src: str | Path | Checkpoint,
     out: str | Path,
     *,
-    layout: str = "mamba_ssm",
+    layout: str | None = None,
     off: bool = False,
     force: bool = False,
     revision: str | None = None,
@@ -47,7 +55,8 @@ def export(
     Args:
         src: folder, Hub id, or an open checkpoint.
         out: the folder to make.
-        layout: `mamba_ssm`, or `palimpsa_mamba2`, which transformers loads and `push` takes.
+        layout: `mamba_ssm` (of a hybrid: its `model_type` in transformers), or `palimpsa_mamba2` (`palimpsa_` and that
+            type), which `push` takes; None for the first.
         off: leave the importance of swapped layers out. What remains is their Mamba2 part with the weights as they are
             now; it equals the model with metaplasticity off, not the model.
         force: replace `out` when it exists.
@@ -58,26 +67,32 @@ def export(
         `out`.
 
     Raises:
-        UsageError: no such layout, or layers are swapped, mamba_ssm's is asked for and `off` was not given.
+        UsageError: the model has no such layout, or layers are swapped, the first is asked for and `off` was not given.
         CheckpointError: the model has what mamba_ssm's layout cannot say.
         VerificationError: what was written does not read back as the same tensors; nothing is kept.
     """
-    if layout not in WRITERS:
-        raise UsageError(f"--layout {layout}: there is no such layout to write; choose one of {', '.join(WRITERS)}")
     refuse_existing(out, force=force)
     checkpoint = src if isinstance(src, Checkpoint) else open_checkpoint(src, revision=revision, token=token)
+    layouts = checkpoint.family.layouts
+    layout = layouts[0] if layout is None else layout
+    if layout not in layouts:
+        raise UsageError(
+            f"--layout {layout}: there is no such layout to write for {checkpoint.source_id}; choose one of "
+            f"{', '.join(layouts)}"
+        )
     checkpoint = with_tokenizer(checkpoint, option=None)
     refuse_to_delete(out, checkpoint.path)
     swapped = checkpoint.palimpsa_layers
-    if swapped and layout == "mamba_ssm" and not off:
+    if swapped and layout == layouts[0] and not off:
         raise UsageError(
-            f"{checkpoint.source_id}: has Palimpsa-M layers ({', '.join(map(str, swapped))}), for which mamba_ssm's "
-            "layout has no place; give --off to leave their importance out, which is another function"
+            f"{checkpoint.source_id}: has Palimpsa-M layers ({', '.join(map(str, swapped))}), for which the layout "
+            f"{layout} has no place; give --off to leave their importance out, which is another function"
         )
     config = replace(checkpoint.config, palimpsa_layers=()) if off else checkpoint.config
     specs = output_specs(checkpoint, config)
     with output_folder(out, force=force) as folder:
-        WRITERS[layout](checkpoint, folder, config, specs, Path(out).resolve().name)
+        writer = _write_palimpsa if layout == layouts[1] else _WRITERS.get(layout, _write_host)
+        writer(checkpoint, folder, config, specs, Path(out).resolve().name)
         _check(checkpoint, folder, specs)
     importance = counted(len(checkpoint.tensors) - len(specs), "tensor")
     left_out = f", {importance} of the importance left out" if swapped and off else ""
@@ -85,21 +100,34 @@ def export(
     return Path(out)
 
 
-def _write_mamba_ssm(
-    checkpoint: Checkpoint, folder: Path, config: Mamba2Config, specs: list[TensorSpec], name: str
-) -> None:
+def _write_mamba_ssm(checkpoint: Checkpoint, folder: Path, config: Config, specs: list[TensorSpec], name: str) -> None:
     write_json(folder / "config.json", mamba_ssm_config(checkpoint))
     torch.save(_state_dict(checkpoint, [spec.name for spec in specs]), folder / WEIGHTS_FILE)
     copy_companions(checkpoint, folder)
+    _write_license(checkpoint, folder, name)
+
+
+def _write_host(checkpoint: Checkpoint, folder: Path, config: Config, specs: list[TensorSpec], name: str) -> None:
+    """A hybrid as its class in transformers reads it: the files from before the surgery, where they are still there."""
+    _write_weights(checkpoint, folder, specs)
+    checkpoint.family.write_host_config(config, folder, dtype=dtype_name(checkpoint.dtype))
+    copy_companions(checkpoint, folder)
+    _write_license(checkpoint, folder, name)
+
+
+def _write_weights(checkpoint: Checkpoint, folder: Path, specs: list[TensorSpec]) -> None:
+    write = copy_weights if can_copy(checkpoint, specs) else write_weights
+    write(checkpoint, folder, specs)
+
+
+def _write_license(checkpoint: Checkpoint, folder: Path, name: str) -> None:
     if checkpoint.license:
         terms = license_terms(card_metadata(checkpoint.path))
         write_text(folder / "README.md", front_matter(name, license=checkpoint.license, **terms) + f"\n\n# {name}\n")
 
 
-def _write_palimpsa(
-    checkpoint: Checkpoint, folder: Path, config: Mamba2Config, specs: list[TensorSpec], name: str
-) -> None:
-    write_weights(checkpoint, folder, specs)
+def _write_palimpsa(checkpoint: Checkpoint, folder: Path, config: Config, specs: list[TensorSpec], name: str) -> None:
+    _write_weights(checkpoint, folder, specs)
     write_surroundings(checkpoint, folder, config, checkpoint.dtype)
     write_text(folder / "README.md", card_without_surgery(checkpoint, name, config.palimpsa_layers))
 
@@ -111,6 +139,7 @@ def card_without_surgery(checkpoint: Checkpoint, name: str, swapped: Sequence[in
         plan=None,
         swapped=tuple(swapped),
         dtype=dtype_name(checkpoint.dtype),
+        family=checkpoint.family.name,
         license=checkpoint.license,
         base_model=checkpoint.base_model,
         terms=license_terms(card_metadata(checkpoint.path)),
@@ -118,7 +147,8 @@ def card_without_surgery(checkpoint: Checkpoint, name: str, swapped: Sequence[in
     return render_card(facts)
 
 
-WRITERS: dict[str, Callable[..., None]] = {"mamba_ssm": _write_mamba_ssm, "palimpsa_mamba2": _write_palimpsa}
+_WRITERS: dict[str, Callable[..., None]] = {"mamba_ssm": _write_mamba_ssm}
+"""Those of layouts that are no class of transformers."""
 
 
 def mamba_ssm_config(checkpoint: Checkpoint) -> dict[str, Any]:

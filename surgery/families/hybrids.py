@@ -227,9 +227,8 @@ class Hybrid:
         if tuple(map(float, own)) == bounds:
             return ()
         return (
-            f"{type(model).__name__} of transformers bounds step sizes to {_span(own)}, the models of its authors to "
-            f"{_span(bounds)}: the bounds of all its mixers, swapped or not, are {_span(bounds)} here, and so they are "
-            "in the class that the result was compared with; as it ships, that class gives other logits",
+            f"{type(model).__name__} bounds step sizes to {_span(own)}, the model was trained with {_span(bounds)}: "
+            "all its mixers have these here, and the class had them when it was compared with",
         )
 
     def _buffers(self, config: HybridConfig) -> dict[str, Tensor]:

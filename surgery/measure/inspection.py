@@ -15,19 +15,10 @@ from ..checkpoint.sources import tokenizer_file_name
 from .forgetting import static_forgetting
 
 SCHEMA_VERSION = 1
-_GEOMETRY = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_heads",
-    "head_dim",
-    "state_size",
-    "n_groups",
-    "conv_kernel",
-    "vocab_size",
-    "use_bias",
-    "use_conv_bias",
-    "residual_in_fp32",
-    "time_step_limit",
+_OF_MODEL = ("hidden_size", "num_hidden_layers", "vocab_size", "residual_in_fp32")
+_OF_MIXERS = (
+    *("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel"),
+    *("use_bias", "use_conv_bias", "time_step_limit"),
 )
 
 
@@ -40,7 +31,7 @@ class LayerFigures:
         swapped: whether it is Palimpsa-M already.
         static_rate: nats forgotten a token, mean over heads.
         static_window: tokens remembered, mean over heads.
-        parameters: how many numbers the layer has, its block norm included.
+        parameters: how many numbers its mixer has, and the norm before it.
     """
 
     layer: int
@@ -69,7 +60,8 @@ class Inspection:
         base_model: as the source's card names it.
         swapped_layers: layers that are Palimpsa-M already.
         swapped_geometry: rank, groups, scale form of those layers.
-        layers: per layer figures.
+        layers: figures of each layer that has a mixer.
+        other_layers: what the layers without one are.
         dropped: source tensors that the model does not need, with reasons.
         warnings: what was odd about the checkpoint.
     """
@@ -89,6 +81,7 @@ class Inspection:
     swapped_layers: tuple[int, ...]
     swapped_geometry: dict[str, Any]
     layers: tuple[LayerFigures, ...]
+    other_layers: dict[int, str]
     dropped: tuple[tuple[str, str], ...]
     warnings: tuple[str, ...]
 
@@ -105,6 +98,7 @@ class Inspection:
             ("layout", self.layout),
             ("parameters", f"{human_count(self.parameters)} ({_dtypes(self.dtypes)})"),
             ("layers", str(sizes["num_hidden_layers"])),
+            *_other_layers(self.other_layers),
             ("width", str(sizes["hidden_size"])),
             ("heads", f"{sizes['num_heads']} of {sizes['head_dim']}, in {counted(sizes['n_groups'], 'group')}"),
             ("state size", str(sizes["state_size"])),
@@ -147,7 +141,7 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
     return Inspection(
         source=checkpoint.source_id,
         layout=checkpoint.layout,
-        geometry={key: _finite(getattr(config, key)) for key in _GEOMETRY},
+        geometry=_geometry(checkpoint),
         parameters=sum(dtypes.values()),
         bytes=sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries),
         dtypes=dict(dtypes.most_common()),
@@ -163,9 +157,29 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
             LayerFigures(figures.layer, figures.swapped, figures.rate, figures.window, by_layer[figures.layer])
             for figures in static_forgetting(checkpoint).layers
         ),
+        other_layers={
+            layer: checkpoint.family.kind(config, layer)
+            for layer in range(checkpoint.num_layers)
+            if layer not in checkpoint.sites
+        },
         dropped=tuple((item.source_name, item.reason) for item in checkpoint.dropped),
         warnings=checkpoint.notes,
     )
+
+
+def _other_layers(kinds: dict[int, str]) -> list[tuple[str, str]]:
+    """A row for each kind of layer without a mixer."""
+    return [
+        (f"{kind} layers", ", ".join(str(layer) for layer in kinds if kinds[layer] == kind))
+        for kind in dict.fromkeys(kinds.values())
+    ]
+
+
+def _geometry(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Sizes of the model and of its mixers, which are alike in all layers."""
+    mixer = next(iter(checkpoint.sites.values())).geometry
+    config = {key: getattr(checkpoint.config, key) for key in _OF_MODEL if hasattr(checkpoint.config, key)}
+    return config | {key: _finite(getattr(mixer, key)) for key in _OF_MIXERS}
 
 
 def _finite(value: Any) -> Any:

@@ -169,13 +169,13 @@ def parse_layers(text: str) -> int | tuple[int, ...]:
 
 def _bad_layers(layers: Sequence[int], checkpoint: Checkpoint) -> Iterator[str]:
     """What is wrong with each layer that the model has not, that has no mixer, or that is Palimpsa-M already."""
-    num_layers, swapped, sites = checkpoint.num_layers, checkpoint.palimpsa_layers, checkpoint.sites
+    num_layers, swapped = checkpoint.num_layers, checkpoint.palimpsa_layers
     for layer in layers:
         if layer >= num_layers:
             yield f"layer {layer}: the model has {counted(num_layers, 'layer')}, 0 to {num_layers - 1}"
-        elif layer not in sites:
-            kind, mixers = checkpoint.family.kind(checkpoint.config, layer), ", ".join(map(str, sites))
-            yield f"layer {layer}: is {kind}, without a Mamba2 mixer to swap; the layers with one are {mixers}"
+        elif layer not in checkpoint.sites:
+            kind = checkpoint.family.kind(checkpoint.config, layer)
+            yield f"layer {layer}: is {kind}, which has no mixer to swap; choose layers of Mamba2"
         if layer in swapped:
             listed = ", ".join(str(number) for number in swapped)
             yield f"layer {layer}: is Palimpsa-M already (swapped: {listed}); choose plain Mamba2 layers"

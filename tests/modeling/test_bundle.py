@@ -2,30 +2,16 @@
 
 import ast
 import json
-import os
 import re
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 import torch
+from absent import ABSENT, run
 from palimpsa_surgery.modeling import PalimpsaMamba2ForCausalLM
-from palimpsa_surgery.modeling.bundle import auto_map, bundle_remote_code, flat_name, flatten
+from palimpsa_surgery.modeling.bundle import auto_map, bundle_remote_code, flat_name, flatten, remote_code_keys
 from transformers import AutoModelForCausalLM
 from transformers.dynamic_module_utils import check_imports, get_relative_import_files
-
-# What a machine with nothing but torch and transformers lacks, and the package itself.
-ABSENT = ("palimpsa_surgery", "triton", "mamba_ssm", "causal_conv1d", "einops")
-BLOCK = """
-import sys, importlib.abc
-class Absent(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name.split(".")[0] in ABSENT:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Absent())
-"""
 
 
 @pytest.fixture
@@ -37,13 +23,6 @@ def folder(lively_model, tmp_path):
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**config, "auto_map": auto_map()}))
     return target
-
-
-def run(code, *arguments, home, absent=ABSENT):
-    """Runs code in a process of its own where the absent packages cannot be imported."""
-    environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", f"ABSENT = {absent!r}\n{BLOCK}" + textwrap.dedent(code), *map(str, arguments)]
-    return subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True, timeout=240)
 
 
 @pytest.mark.parametrize("absent", [ABSENT, (*ABSENT, "numba")], ids=["with numba", "without numba"])
@@ -113,8 +92,12 @@ def refuse_absent(original):
     return import_module
 
 
-def test_the_files_are_flat_and_never_name_the_package(tmp_path):
-    names = bundle_remote_code(tmp_path)
+MODEL_TYPES = ("palimpsa_mamba2", "palimpsa_bamba")
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_the_files_are_flat_and_never_name_the_package(tmp_path, model_type):
+    names = bundle_remote_code(tmp_path, model_type)
     assert names == tuple(sorted(path.name for path in tmp_path.iterdir()))
     assert {
         "base_errors.py",
@@ -132,6 +115,33 @@ def test_the_files_are_flat_and_never_name_the_package(tmp_path):
             elif isinstance(node, ast.Import | ast.ImportFrom):
                 module = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
                 assert not module.startswith("palimpsa"), name
+
+
+def test_a_kind_of_model_has_its_own_files_alone(tmp_path):
+    plain, hybrid = (set(bundle_remote_code(tmp_path / name, name)) for name in MODEL_TYPES)
+    assert plain - hybrid == {
+        "configuration_palimpsa_mamba2.py",
+        "initial_values.py",
+        "modeling_palimpsa_mamba2.py",
+        "outputs.py",
+    }
+    assert hybrid - plain == {
+        "configuration_palimpsa_hybrid.py",
+        "hosts.py",
+        "mixer_hybrid.py",
+        "modeling_palimpsa_hybrid.py",
+    }
+
+
+def test_keys_of_a_hybrid_name_its_classes():
+    assert remote_code_keys("palimpsa_nemotron_h") == {
+        "architectures": ["PalimpsaNemotronHForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_palimpsa_hybrid.PalimpsaNemotronHConfig",
+            "AutoModel": "modeling_palimpsa_hybrid.PalimpsaNemotronHModel",
+            "AutoModelForCausalLM": "modeling_palimpsa_hybrid.PalimpsaNemotronHForCausalLM",
+        },
+    }
 
 
 def test_writing_twice_gives_the_same_files(tmp_path):

@@ -35,7 +35,7 @@ def test_mamba1_is_named_by_its_tensors(tmp_path):
 
 def test_mamba1_in_the_layout_of_transformers(tmp_path):
     pico.write_hf(tmp_path, config={"model_type": "mamba"})
-    refused(tmp_path, r"config.json:model_type: is 'mamba', expected mamba2")
+    refused(tmp_path, r"config.json:model_type: is 'mamba', whose mixers are Mamba1, expected Mamba2")
 
 
 def test_an_empty_ssm_cfg_with_mamba2_tensors_opens(tmp_path):
@@ -76,7 +76,7 @@ def test_variants_of_mamba_ssm_are_refused_by_name(tmp_path, changes, match):
         ({"num_heads": 5}, r"num_heads \* head_dim = 5 \* 8 = 40, expected expand \* hidden_size = 2 \* 16 = 32"),
         ({"n_groups": 3}, "3 groups do not divide 4 heads"),
         ({"hidden_act": "gelu"}, "hidden_act: is 'gelu', only silu"),
-        ({"model_type": "bamba"}, "model_type: is 'bamba', expected mamba2"),
+        ({"model_type": "rwkv"}, "model_type: is 'rwkv', expected mamba2"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: the weights are quantised"),
         ({"time_step_limit": 3}, "time_step_limit: is 3, expected two numbers"),
         ({"hidden_size": None}, "is no Mamba2 config, expected .* hidden_size and num_hidden_layers"),

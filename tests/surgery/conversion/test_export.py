@@ -162,8 +162,9 @@ def test_the_authors_model_becomes_a_folder_of_ours(tmp_path):
 
 
 def test_an_unknown_layout_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="--layout gguf: there is no such layout to write; choose one of mamba_ssm, "):
-        export(tmp_path, tmp_path / "out", layout="gguf")
+    pico.write_hf(tmp_path / "source")
+    with pytest.raises(UsageError, match=r"--layout gguf: there is no such .* source; choose one of mamba_ssm, "):
+        export(tmp_path / "source", tmp_path / "out", layout="gguf")
 
 
 def test_a_source_in_two_dtypes_is_not_rounded(tmp_path):

@@ -37,7 +37,7 @@ def ids(source):
 
 
 def check_logits(source, plan, folder):
-    return verify.verify_logits(source, folder, plan, ids(source), dtype=source.dtype)
+    return verify.verify_logits(source, folder, plan, ids(source))
 
 
 def check_layers(source, plan, folder):
@@ -101,14 +101,14 @@ def test_a_value_that_is_not_finite_is_no_match(pair, mode):
     source, plan, folder = pair
     damage(folder, lambda tensors: tensors[MIXER + "D"].fill_(float("nan")))
     with pytest.raises(CheckpointError, match=r"tensor backbone\.layers\.1\.mixer\.D holds values that are not finite"):
-        verify.verify(source, folder, plan, mode=mode, dtype=source.dtype)
+        verify.verify(source, folder, plan, mode=mode)
 
 
 def test_damage_outside_the_swapped_layers_is_caught_too(pair):
     source, plan, folder = pair
     damage(folder, lambda tensors: tensors["backbone.embeddings.weight"][-1].zero_())
     with pytest.raises(VerificationError, match=r"^backbone\.embeddings\.weight: what was written differs"):
-        verify.verify(source, folder, plan, mode="layers", dtype=source.dtype)
+        verify.verify(source, folder, plan, mode="layers")
 
 
 def test_a_start_that_is_no_identity_is_caught(pair):
@@ -134,7 +134,7 @@ def test_a_config_that_changed_on_the_way_is_caught(pair, key, value):
     source, plan, folder = pair
     write_json(folder / "config.json", {**load_json(folder / "config.json"), key: value})
     with pytest.raises(VerificationError, match=rf"config\.json:{key}: "):
-        verify.verify(source, folder, plan, mode="layers", dtype=source.dtype)
+        verify.verify(source, folder, plan, mode="layers")
 
 
 def test_an_infinite_output_is_never_a_pass(pair):

@@ -1,0 +1,91 @@
+"""What training does to a hybrid: losses, gradients, gradient checkpointing and adapters."""
+
+import copy
+
+import pytest
+import torch
+from palimpsa_surgery.mixers.geometry import GATE, GateSpec
+from palimpsa_surgery.modeling.hybrids.hosts import mixer_path
+from palimpsa_surgery.modeling.hybrids.modeling_palimpsa_hybrid import model_class
+from tiny_hybrids import SWAPPED, token_ids
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+peft = pytest.importorskip("peft")
+
+FP32 = 1e-5  # relative L2
+
+
+def gradients(model, **options):
+    model.zero_grad()
+    loss = model(token_ids(), labels=token_ids(), **options).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def mixers(model):
+    return [mixer_path(model.config, layer) for layer in SWAPPED[model.config.model_type.removeprefix("palimpsa_")]]
+
+
+def test_the_loss_is_that_of_the_logits(kind, hybrid):
+    model = hybrid(kind)
+    with torch.no_grad():
+        out = model(token_ids(), labels=token_ids())
+    expected = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1).float(), token_ids()[:, 1:].flatten())
+    torch.testing.assert_close(out.loss, expected)
+
+
+def test_gradient_checkpointing_changes_no_gradient(kind, hybrid):
+    plain, recomputed = (copy.deepcopy(hybrid(kind)).train() for _ in range(2))
+    recomputed.gradient_checkpointing_enable({"use_reentrant": False})
+    (loss, expected), (same, found) = gradients(plain), gradients(recomputed)
+    torch.testing.assert_close(same, loss)
+    assert expected.keys() == found.keys()
+    new = [f"{path}.{GATE}.{name}" for path in mixers(plain) for name in GateSpec.TENSORS]
+    assert all(expected[name].any() for name in new)
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= FP32 * gradient.norm(), name
+
+
+def test_training_and_evaluation_give_the_same_logits(kind, hybrid):
+    model = copy.deepcopy(hybrid(kind))
+    with torch.no_grad():
+        expected = model(token_ids()).logits
+        torch.testing.assert_close(model.train()(token_ids(), use_cache=False).logits, expected)
+
+
+def test_an_adapter_trains_what_it_names_and_is_saved_and_merged(kind, hybrid, tmp_path):
+    """By full paths: on a GPU the mixers of a host hand their tensors to one kernel and never call the modules."""
+    hybrid(kind).save_pretrained(tmp_path / "model")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    targets = [f"{path}.{name}" for path in mixers(base) for name in ("in_proj", "out_proj")]
+    config = peft.LoraConfig(
+        r=2, target_modules=targets, modules_to_save=[f"{path}.{GATE}" for path in mixers(base)], lora_alpha=4
+    )
+    model = peft.get_peft_model(base, config).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(2):  # the first step leaves the A of an adapter where it was, for its B is zero
+        model(input_ids=token_ids(), labels=token_ids()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert moved == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert len(moved) == len(mixers(base)) * (2 * 2 + len(GateSpec.TENSORS))
+    with torch.no_grad():
+        expected = model.eval()(input_ids=token_ids()).logits
+    model.save_pretrained(tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model"), tmp_path / "adapter"
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(again.eval()(input_ids=token_ids()).logits, expected)
+        merged = again.merge_and_unload()(token_ids()).logits
+    assert (merged - expected).norm() < FP32 * expected.norm()
+
+
+def test_the_trainer_knows_the_classes_as_causal_models(kind):
+    """Else it would not shift the labels for label smoothing."""
+    assert model_class(kind).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
