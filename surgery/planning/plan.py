@@ -173,7 +173,7 @@ def _bad_layers(layers: Sequence[int], checkpoint: Checkpoint) -> Iterator[str]:
     for layer in layers:
         if layer >= num_layers:
             yield f"layer {layer}: the model has {counted(num_layers, 'layer')}, 0 to {num_layers - 1}"
-        elif layer not in checkpoint.sites:
+        elif layer >= 0 and layer not in checkpoint.sites:
             kind = checkpoint.family.kind(checkpoint.config, layer)
             yield f"layer {layer}: is {kind}, which has no mixer to swap; choose layers of Mamba2"
         if layer in swapped:
