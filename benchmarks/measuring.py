@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from common import provenance, write_csv
-from conversion import run
+from conversion import Measurement, run
 from palimpsa_surgery.base.text import embedded_checkpoint_path
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
@@ -75,7 +75,9 @@ def measure(work: Path, shape: str, layers: int | None, tokens: int) -> dict[str
     os.sync()
     program = "from palimpsa_surgery.cli import main; main()"
     command = [sys.executable, "-c", program, "measure", str(source), "-o", str(work / "profile.json")]
-    measured = run([*command, "--tokens", str(tokens), "--seq-len", str(min(tokens, 2048)), "--device", "cpu"])
+    measured: Measurement = run(
+        [*command, "--tokens", str(tokens), "--seq-len", str(min(tokens, 2048)), "--device", "cpu"]
+    )
     return {
         **provenance(cpu=True),
         "shape": shape,

@@ -53,8 +53,9 @@ class LayerFiles:
         found = False
         for module in self.model.modules():
             for name in module._non_persistent_buffers_set:
-                setattr(module, name, torch.empty_like(getattr(module, name), device=self.device))
-                found = True
+                if (buffer := getattr(module, name)) is not None:
+                    setattr(module, name, torch.empty_like(buffer, device=self.device))
+                    found = True
         if found:
             self.model.initialize_weights()  # of the weights, which are on `meta`, this does nothing
 

@@ -61,6 +61,18 @@ def test_figures_are_those_of_whole_passes_to_the_bit(kind, tmp_path):
     assert measure_forgetting(model, windows) == expected
 
 
+@pytest.mark.gpu
+def test_figures_on_a_gpu_are_those_of_the_cpu():
+    checkpoint = open_checkpoint(embedded_checkpoint_path())
+    found = []
+    for device in ("cpu", "cuda"):
+        files = LayerFiles(checkpoint, device)
+        found.append(measure_forgetting(files.model, texts(300, 300, 300, vocabulary=4093), files=files))
+    for cpu, gpu in zip(*found, strict=True):
+        assert gpu.head_rate == pytest.approx(cpu.head_rate, rel=1e-4)  # fp32
+        assert gpu.calibration.input_rms == pytest.approx(cpu.calibration.input_rms, rel=1e-4)
+
+
 def test_one_layer_is_in_memory_at_a_time(checkpoint):
     files = LayerFiles(checkpoint)
     layers = list(files.model.get_decoder().layers)
