@@ -33,6 +33,7 @@ class Host:
         output_multiplier: buffer of the host's mixer that scales the output of `in_proj`, element by element.
         logits_multiplier: key of the config by which logits are multiplied.
         logits_divisor: key of the config by which logits are divided.
+        keeps_documents_apart: whether positions that start again at 0 tell its attention where a document begins.
     """
 
     mixers: Mapping[str, str]
@@ -44,11 +45,14 @@ class Host:
     output_multiplier: str | None = None
     logits_multiplier: str | None = None
     logits_divisor: str | None = None
+    keeps_documents_apart: bool = True
 
 
 HOSTS: dict[str, Host] = {
     "bamba": Host({"linear_attention": "mamba"}),
-    "granitemoehybrid": Host({"linear_attention": "mamba"}, logits_divisor="logits_scaling"),
+    "granitemoehybrid": Host(
+        {"linear_attention": "mamba"}, logits_divisor="logits_scaling", keeps_documents_apart=False
+    ),
     "falcon_h1": Host(
         {"hybrid": "mamba"},
         input_multiplier="ssm_in_multiplier",
@@ -69,6 +73,11 @@ HOSTS: dict[str, Host] = {
 def host_type(config: Any) -> str:
     """The host's `model_type`, of its own config or of one with swapped layers."""
     return config.model_type.removeprefix(PREFIX)
+
+
+def is_hybrid(config: Any) -> bool:
+    """Whether a config is of a host, with swapped layers or without."""
+    return getattr(config, "model_type", "").removeprefix(PREFIX) in HOSTS
 
 
 def mixer_path(config: Any, layer: int) -> str | None:
@@ -99,7 +108,9 @@ def time_step_limit(config: Any) -> tuple[float, float]:
 
 
 def logits_factor(config: Any) -> float:
-    """By what the output of the head is multiplied to be the logits."""
+    """By what the output of the head is multiplied to be the logits; 1 for a model that is no host."""
+    if not is_hybrid(config):
+        return 1.0
     host = HOSTS[host_type(config)]
     factor = getattr(config, host.logits_multiplier) if host.logits_multiplier else 1.0
     return factor / getattr(config, host.logits_divisor) if host.logits_divisor else factor

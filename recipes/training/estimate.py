@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...base.console import human_bytes, human_count, human_seconds
@@ -58,14 +58,14 @@ def estimate(checkpoint: Checkpoint, recipe: Recipe, layers: Sequence[int] | Non
         layers: swapped layers; None for those of the checkpoint.
     """
     sites = _sites(checkpoint, set(checkpoint.palimpsa_layers if layers is None else layers))
-    counts = _counts(checkpoint, sites)
-    trained = _trained(counts, recipe, sites)
-    total = sum(counts.values())
-    frozen = total - trained if recipe.mode not in ("lora", "qlora") else total - _new(counts)
+    shapes = _shapes(checkpoint, sites)
+    trained = _trained(shapes, recipe, sites, _passed_by(checkpoint, sites))
+    total = _count(shapes.values())
+    frozen = total - (_new(shapes) if recipe.mode in ("lora", "qlora") else trained)
     short = recipe.precision == "bf16"
     frozen_bytes = frozen * (2 if short else 4)
     if recipe.mode == "qlora":
-        quantised = sum(number for name, number in counts.items() if name.endswith("in_proj.weight"))
+        quantised = _count(shape for name, shape in shapes.items() if name.endswith("in_proj.weight"))
         frozen_bytes -= round(quantised * 1.45)  # 4 bits and a scale for 64 of them, instead of 16
     steps = recipe.total_steps()
     tokens = sum(recipe.batch_size * recipe.data.seq_len_at(step, steps) for step in range(steps))
@@ -90,28 +90,42 @@ def _sites(checkpoint: Checkpoint, swapped: set[int]) -> list[Site]:
     return found
 
 
-def _counts(checkpoint: Checkpoint, sites: Sequence[Site]) -> dict[str, int]:
-    """Parameters by name, those of layers that are still to be swapped included."""
+def _shapes(checkpoint: Checkpoint, sites: Sequence[Site]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters by name, those of layers that are still to be swapped included."""
     shapes = {name: entry.shape for name, entry in checkpoint.tensors.items()}
     for site in sites:
         shapes = site.shapes() | shapes
-    return {name: math.prod(shape) for name, shape in shapes.items()}
+    return shapes
 
 
-def _new(counts: Mapping[str, int]) -> int:
-    return sum(number for name, number in counts.items() if is_new(name))
+def _passed_by(checkpoint: Checkpoint, sites: Sequence[Site]) -> set[str]:
+    """Matrices on which no adapter is put, see `modes.matches`."""
+    from ...modeling.hybrids.hosts import is_hybrid
+
+    return {site.tensor("out_proj.weight") for site in sites if not site.gate and is_hybrid(checkpoint.config)}
 
 
-def _trained(counts: Mapping[str, int], recipe: Recipe, sites: Sequence[Site]) -> int:
+def _count(shapes: Iterable[tuple[int, ...]]) -> int:
+    return sum(map(math.prod, shapes))
+
+
+def _new(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    return _count(shape for name, shape in shapes.items() if is_new(name))
+
+
+def _trained(
+    shapes: Mapping[str, tuple[int, ...]], recipe: Recipe, sites: Sequence[Site], passed_by: Container[str]
+) -> int:
     if recipe.mode == "full":
-        return sum(counts.values())
+        return _count(shapes.values())
     if recipe.mode == "new+swapped":
-        parts = tuple(f".layers.{site.layer}." for site in sites if site.gate)
-        return sum(number for name, number in counts.items() if any(part in name for part in parts))
+        parts = tuple(f"{place}." for site in sites if site.gate for place in (site.norm, site.module))
+        return _count(shape for name, shape in shapes.items() if name.startswith(parts))
     if recipe.mode == "new":
-        return _new(counts)
-    matrices = [site.geometry.shapes().get(f"{target}.weight", ()) for site in sites for target in recipe.lora.targets]
-    return _new(counts) + recipe.lora.rank * sum(map(sum, matrices))
+        return _new(shapes)
+    endings = tuple(f".{target}.weight" for target in recipe.lora.targets)
+    matrices = [shape for name, shape in shapes.items() if f".{name}".endswith(endings) and name not in passed_by]
+    return _new(shapes) + recipe.lora.rank * sum(sum(shape) for shape in matrices)
 
 
 def _activations(sites: Sequence[Site], recipe: Recipe) -> int:

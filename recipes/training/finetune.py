@@ -31,7 +31,7 @@ from .checkpointing import Position, latest_checkpoint, load_checkpoint, model_k
 from .loop import check_batch, check_targets, train
 from .losses import CausalLoss, resolve_loss
 from .metrics import Training, read_metrics, write_metrics_file
-from .modes import ADAPTER_MODES, prepare_mode
+from .modes import ADAPTER_MODES, check_packing, prepare_mode
 from .optim import make_optimizer
 from .recipe import Recipe, find_recipe, load_recipe
 from .run_folder import check_room, check_run_folder, clear_run_folder, held
@@ -231,7 +231,9 @@ def assemble(accelerator: Any, checkpoint: Checkpoint, recipe: Recipe, out: Path
     if require_kernels():
         METAPLASTIC_SCAN.resolve("auto", accelerator.device)
     tokenizer = open_tokenizer(checkpoint, option=TOKENIZER_KEY)
-    model = prepare_mode(load_model(checkpoint), checkpoint, recipe)
+    model = load_model(checkpoint)
+    check_packing(model, recipe, accelerator.device)
+    model = prepare_mode(model, checkpoint, recipe)
     stream, validation = open_streams(accelerator, recipe, tokenizer, model.config.vocab_size)
     loss = CausalLoss(model, recipe.loss, recipe.precision)
     optimizer = make_optimizer(loss, recipe)

@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ...base.errors import UsageError
+from ...modeling.hybrids.hosts import logits_factor
 from ...modeling.palimpsa_mamba2.modeling_palimpsa_mamba2 import apply_head, head_dtype
 from ..data.packing import IGNORED
 from .recipe import CHUNK_BYTES
@@ -51,13 +52,14 @@ class CausalLoss(nn.Module):
         """
         with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             causal = self.causal
-            packed = {} if seq_idx is None else {"seq_idx": seq_idx}
+            # Recurrent layers take the numbers of the documents, attention their positions.
+            packed = {} if seq_idx is None else {"seq_idx": seq_idx, "position_ids": document_positions(seq_idx)}
             hidden = causal.get_decoder()(input_ids=input_ids, use_cache=False, **packed)[0].flatten(0, 1)
-            head = causal.get_output_embeddings()
+            head, factor = causal.get_output_embeddings(), logits_factor(causal.config)
             plain = head_dtype(head) is not None  # the fused kernel reads the weights past the layer
             if plain and not per_token and resolve_loss(self.backend, hidden.device) == "liger":
-                return _liger_loss(hidden, head, targets.flatten())
-            losses = chunked_losses(hidden, head, targets.flatten())
+                return _liger_loss(hidden if factor == 1.0 else hidden * factor, head, targets.flatten())
+            losses = chunked_losses(hidden, head, targets.flatten(), factor)
             return losses.view_as(targets) if per_token else losses.sum()
 
 
@@ -76,13 +78,21 @@ def resolve_loss(backend: str, device: torch.device) -> str:
     return backend
 
 
-def chunked_losses(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
+def document_positions(seq_idx: Tensor) -> Tensor:
+    """The position of each token in its document, [B, T], from document numbers [B, T]; a run of equal ones is one."""
+    places = torch.arange(seq_idx.shape[1], device=seq_idx.device).expand_as(seq_idx)
+    first = functional.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0), value=True)
+    return places - torch.where(first, places, 0).cummax(1).values
+
+
+def chunked_losses(hidden: Tensor, head: nn.Module, targets: Tensor, factor: float = 1.0) -> Tensor:
     """Cross-entropy of each row; a chunk's logits are computed, reduced, dropped, and computed again for the gradient.
 
     Args:
         hidden: [N, D].
         head: linear layer D -> V.
         targets: [N], `IGNORED` rows give zero.
+        factor: by which the head's output is multiplied to be the logits.
 
     Returns:
         [N] fp32.
@@ -90,14 +100,17 @@ def chunked_losses(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
     rows = max(1, CHUNK_BYTES // (4 * head.out_features))
     pieces = zip(hidden.split(rows), targets.split(rows), strict=True)
     if torch.is_grad_enabled():
-        losses = [checkpoint(_chunk_losses, piece, head, target, use_reentrant=False) for piece, target in pieces]
+        losses = [
+            checkpoint(_chunk_losses, piece, head, target, factor, use_reentrant=False) for piece, target in pieces
+        ]
     else:
-        losses = [_chunk_losses(piece, head, target) for piece, target in pieces]
+        losses = [_chunk_losses(piece, head, target, factor) for piece, target in pieces]
     return torch.cat(losses)
 
 
-def _chunk_losses(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
+def _chunk_losses(hidden: Tensor, head: nn.Module, targets: Tensor, factor: float) -> Tensor:
     logits = apply_head(head, hidden).float()
+    logits = logits if factor == 1.0 else logits * factor
     return functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
 
 

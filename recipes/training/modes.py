@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import logging
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +15,7 @@ from torch import nn
 from ...base.console import counted, human_count, table
 from ...base.errors import UsageError
 from ...mixers.geometry import GATE
+from ...modeling.hybrids.hosts import HOSTS, host_type, is_hybrid, mixer_paths
 from ...surgery.checkpoint.checkpoint import Checkpoint
 from .optim import describe_selection, select_parameters
 from .recipe import Recipe
@@ -63,6 +67,30 @@ def prepare_mode(model: nn.Module, checkpoint: Checkpoint, recipe: Recipe) -> nn
     return model
 
 
+def check_packing(model: nn.Module, recipe: Recipe, device: torch.device) -> None:
+    """Refuses documents kept apart where a hybrid's own layers would carry text from one to the next.
+
+    Raises:
+        UsageError: its attention does, or layers are not swapped and what keeps documents apart in them is missing.
+    """
+    if recipe.data.packing != "documents" or not is_hybrid(model.config):
+        return
+    host, paths = HOSTS[host_type(model.config)], mixer_paths(model.config)
+    if not host.keeps_documents_apart and len(paths) < model.config.num_hidden_layers:
+        raise UsageError(
+            f"data.packing: the attention of {host_type(model.config)} in transformers reads across the documents of a "
+            "window; set data.packing=stream"
+        )
+    plain = sorted(set(paths) - set(model.config.palimpsa_layers))
+    missing = [name for name in ("mamba_ssm", "causal_conv1d") if importlib.util.find_spec(name) is None]
+    if plain and (missing or device.type != "cuda"):
+        raise UsageError(
+            f"data.packing: documents are kept apart in layers that are not swapped ({', '.join(map(str, plain))}) by "
+            "mamba_ssm and causal_conv1d on a CUDA device alone; install palimpsa-surgery[cuda] there, or set "
+            "data.packing=stream"
+        )
+
+
 def add_adapters(model: nn.Module, recipe: Recipe, layers: list[int]) -> nn.Module:
     """LoRA on the recipe's targets, and the new parameters trained whole and stored with the adapter.
 
@@ -79,11 +107,12 @@ def add_adapters(model: nn.Module, recipe: Recipe, layers: list[int]) -> nn.Modu
     logger.info("%s", coverage_table(rows, layers, model))
     check_coverage(rows, recipe, layers, tied=model.config.tie_word_embeddings)
     check_kinds(model, recipe.lora.targets)
+    check_shared(model, recipe.lora.targets)
     config = LoraConfig(
         r=recipe.lora.rank,
         lora_alpha=recipe.lora.alpha,
         lora_dropout=recipe.lora.dropout,
-        target_modules=list(recipe.lora.targets),
+        target_modules=_by_path(model, recipe.lora.targets),
         modules_to_save=[GATE] if layers else None,
         task_type="CAUSAL_LM",
     )
@@ -92,18 +121,41 @@ def add_adapters(model: nn.Module, recipe: Recipe, layers: list[int]) -> nn.Modu
     return get_peft_model(model, config)
 
 
+def matches(model: nn.Module, targets: list[str]) -> Iterator[tuple[str, str, nn.Module]]:
+    """Target, name and module of all that the targets name, where an adapter can be.
+
+    The mixers of hybrids that are not swapped are the hosts' own, which on a GPU hand the weights of `out_proj` and
+    `conv1d` to one kernel and never call the modules.
+    """
+    passed_by = _uncalled(model)
+    for name, module in model.named_modules():
+        for target in targets:
+            if (name == target or name.endswith(f".{target}")) and name not in passed_by:
+                yield target, name, module
+
+
+def _uncalled(model: nn.Module) -> set[str]:
+    if not is_hybrid(model.config):
+        return set()
+    plain = [path for layer, path in mixer_paths(model.config).items() if layer not in model.config.palimpsa_layers]
+    return {f"{path}.{name}" for path in plain for name in ("out_proj", "conv1d")}
+
+
+def _by_path(model: nn.Module, targets: list[str]) -> list[str]:
+    """What PEFT is told: the targets, or for hybrids every module by its full name."""
+    return sorted({name for _, name, _ in matches(model, targets)}) if is_hybrid(model.config) else list(targets)
+
+
 def coverage(model: nn.Module, targets: list[str], layers: list[int]) -> list[Coverage]:
     """For each target, how many swapped and how many source layers hold a module of that name."""
     found: dict[str, set[int]] = {target: set() for target in targets}
     elsewhere: dict[str, int] = dict.fromkeys(targets, 0)
-    for name, _ in model.named_modules():
-        for target in targets:
-            if name == target or name.endswith(f".{target}"):
-                number = _layer_of(name)
-                if number is None:
-                    elsewhere[target] += 1
-                else:
-                    found[target].add(number)
+    for target, name, _ in matches(model, targets):
+        number = _layer_of(name)
+        if number is None:
+            elsewhere[target] += 1
+        else:
+            found[target].add(number)
     return [
         Coverage(target, len(found[target] & set(layers)), len(found[target] - set(layers)) + elsewhere[target])
         for target in targets
@@ -124,13 +176,27 @@ def check_kinds(model: nn.Module, targets: list[str]) -> None:
     Raises:
         UsageError: naming the target and what it is.
     """
-    for name, module in model.named_modules():
-        for target in targets:
-            if (name == target or name.endswith(f".{target}")) and not isinstance(module, nn.Linear):
-                raise UsageError(
-                    f"lora.targets: {target} is a {type(module).__name__}, expected a linear layer such as in_proj or "
-                    "out_proj; leave it out"
-                )
+    for target, _, module in matches(model, targets):
+        if not isinstance(module, nn.Linear):
+            raise UsageError(
+                f"lora.targets: {target} is a {type(module).__name__}, expected a linear layer such as in_proj or "
+                "out_proj; leave it out"
+            )
+
+
+def check_shared(model: nn.Module, targets: list[str]) -> None:
+    """Refuses targets in blocks that several layers share: each would get an adapter of its own on one matrix.
+
+    Raises:
+        UsageError: naming the target.
+    """
+    users = Counter(id(module.weight) for module in model.modules() if isinstance(module, nn.Linear))
+    for target, name, module in matches(model, targets):
+        if users[id(module.weight)] > 1:
+            raise UsageError(
+                f"lora.targets: {target} is shared between layers ({name} is one of {users[id(module.weight)]} uses of "
+                "its matrix), and merged adapters would change it in all of them; leave it out"
+            )
 
 
 def check_coverage(rows: list[Coverage], recipe: Recipe, layers: list[int], *, tied: bool) -> None:
@@ -140,7 +206,7 @@ def check_coverage(rows: list[Coverage], recipe: Recipe, layers: list[int], *, t
         UsageError: naming the target.
     """
     for row in rows:
-        if tied and row.target in ("lm_head", "embeddings"):
+        if tied and row.target in ("lm_head", "embeddings", "embed_tokens"):
             raise UsageError(
                 f"lora.targets: {row.target} is tied (head and embedding are one matrix), and an adapter on it would"
                 " change only one of them; leave it out"
@@ -150,7 +216,7 @@ def check_coverage(rows: list[Coverage], recipe: Recipe, layers: list[int], *, t
                 f"lora.targets: {row.target} is new and is trained whole beside the adapters; leave it out"
             )
         if not row.swapped and not row.source:
-            raise UsageError(f"lora.targets: {row.target} matches no module; in_proj and out_proj are in every layer")
+            raise UsageError(f"lora.targets: {row.target} matches no module; in_proj and out_proj are in every mixer")
     if layers and not any(row.swapped for row in rows) and not recipe.lora.force:
         raise UsageError(
             "lora.targets: none of them is in a swapped layer; add in_proj or out_proj, or set lora.force=true"

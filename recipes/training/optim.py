@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,16 +11,16 @@ import torch
 from torch import nn
 
 from ...base.errors import UsageError
-from ...mixers.geometry import GATE
+from ...mixers.geometry import GATE, GATE_FP32, MIXER_FP32
 from .recipe import Recipe
 
 NEW = f".{GATE}."
 """Every parameter that surgery adds lives in a sub-module of this name."""
 
-DECAYED = ("in_proj", "out_proj", "beta_down", "beta_up", "lora_A", "lora_B")
-"""Matrices that map features to features. Nothing else decays: A_log, D, dt_bias, the scale and the prior are rates,
-for which zero means something; norms and biases are offsets; the four taps of a convolution are a filter; and the row
-of a rare token in the embedding would only shrink."""
+KEPT = (*MIXER_FP32, *GATE_FP32, "bias", "conv1d", "embeddings", "embed_tokens", "lm_head")
+"""What does not decay, beside norms. A_log, D, dt_bias, the scale and the prior are rates, for which zero means
+something; biases are offsets; the four taps of a convolution are a filter; and the row of a rare token in the embedding
+would only shrink. The rest are matrices that map features to features."""
 
 EPS, EPS_NEW = 1e-8, 1e-12
 """Adam's epsilon. At the identity start the gradients of W_down and W_up are in proportion to a beta of nearly nothing;
@@ -41,9 +42,17 @@ def is_new(name: str) -> bool:
 
 
 def decays(name: str) -> bool:
-    """Whether weight decay applies: see `DECAYED`."""
-    parts = name.split(".")
-    return parts[-1] != "bias" and any(part in DECAYED for part in parts)
+    """Whether weight decay applies: see `KEPT`."""
+    return not any(part in KEPT or "norm" in part for part in name.split("."))
+
+
+def swapped_parts(config: Any, layers: Sequence[int]) -> tuple[str, ...]:
+    """What the names of the parameters of these layers' mixers, and of the norms before them, have in them."""
+    from ...modeling.hybrids.hosts import is_hybrid, mixer_path, norm_path
+
+    if not is_hybrid(config):
+        return tuple(f".layers.{layer}." for layer in layers)
+    return tuple(f".{path(config, layer)}." for layer in layers for path in (norm_path, mixer_path))
 
 
 def select_parameters(model: nn.Module, mode: str, layers: list[int], *, train_prior: bool = True) -> None:
@@ -62,7 +71,7 @@ def select_parameters(model: nn.Module, mode: str, layers: list[int], *, train_p
         raise UsageError(
             f"mode: {mode} trains the swapped layers, and the model has none; convert it first, or set mode=full"
         )
-    swapped = tuple(f".layers.{layer}." for layer in layers)
+    swapped = swapped_parts(model.config, layers)
     for name, parameter in model.named_parameters():
         if mode in ("lora", "qlora"):
             trains = parameter.requires_grad

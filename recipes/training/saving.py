@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ...base.files import RECIPE, not_ours, output_folder, write_text
 from ...kernels.common.precision import DTYPES
+from ...modeling.hybrids.hosts import PREFIX
 from ...surgery.checkpoint.checkpoint import Checkpoint
 from ...surgery.checkpoint.sources import is_of_tokenizer, reading
 from ...surgery.conversion.card import kept_readme
@@ -67,7 +68,7 @@ def save_tensors(
     """
     asked = DTYPES.get(dtype)
     specs = output_specs(checkpoint, checkpoint.config, asked)
-    own = checkpoint.layout == "palimpsa_mamba2"
+    own = checkpoint.layout.startswith(PREFIX)
     with output_folder(out, force=force) as folder:
         if own:
             _carry_along(checkpoint, folder)
