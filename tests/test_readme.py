@@ -36,7 +36,8 @@ def commands() -> list[list[str]]:
 
 
 def needs_the_hub(command: list[str]) -> bool:
-    return "2.7b" in command[1] or (command[0] == "push" and "--to-folder" not in command)
+    published = any(name in command[1].lower() for name in ("2.7b", "falcon"))
+    return published or (command[0] == "push" and "--to-folder" not in command)
 
 
 def names(command: list[str]) -> str:

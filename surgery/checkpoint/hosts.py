@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ...base.console import counted
 from ...base.errors import CheckpointError
 from ...mixers.geometry import SCALE_FORMS, GateSpec
 from ..families.hybrids import HYBRIDS, PREFIX, Hybrid, HybridConfig
@@ -47,8 +48,13 @@ def refuse_kind(where: str, content: Mapping[str, Any]) -> None:
         )
 
 
-def read_host(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+def read_host(path: Path, content: Mapping[str, Any], tensors: int) -> dict[str, Any]:
     """The fields of a `Layout` for the config of a hybrid.
+
+    Args:
+        path: the config.
+        content: what it holds.
+        tensors: how many the weights have.
 
     Raises:
         CheckpointError: the weights are quantized, or the config is none that transformers takes.
@@ -59,6 +65,12 @@ def read_host(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(
             f"{where if quantized else _QUANTIZED}:{quantized or 'quantization'}: the weights are quantized (as FP8, "
             "NVFP4 or by bitsandbytes), expected bf16, fp16 or fp32; use the original model"
+        )
+    layers = content.get("num_hidden_layers")
+    if type(layers) is int and layers > tensors:  # a class of so many would be built to ask for its tensors
+        raise CheckpointError(
+            f"{where}: gives num_hidden_layers = {layers}, but the weights are {counted(tensors, 'tensor')} in all; "
+            "the config belongs to other weights"
         )
     surgery = ("palimpsa_layers", *GateSpec.KEYS)
     keys = {key: value for key, value in content.items() if kind != family.name or key not in surgery}

@@ -100,7 +100,7 @@ def detect(folder: Path, tensors: Mapping[str, TensorInfo]) -> Layout:
         if file == "config.json":
             refuse_kind(file, content)
         if host_of(content) is not None:
-            return Layout(**read_host(path, content))
+            return Layout(**read_host(path, content, len(tensors)))
         for keys, reader in readers:
             if keys <= set(content):
                 layout = reader(path, content)

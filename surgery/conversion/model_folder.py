@@ -72,7 +72,8 @@ def write_weights(
         checkpoint: where tensors come from.
         folder: where to.
         specs: what to write.
-        changed: gives the tensors that the checkpoint lacks or has otherwise, None for the others.
+        changed: gives the tensors that the checkpoint lacks or has otherwise, None for the others. What the checkpoint
+            stores in parts it is asked for by the name of the whole, and writes whole.
 
     Returns:
         The names of the weight files.
@@ -82,7 +83,23 @@ def write_weights(
         tensor = changed(name)
         return checkpoint.load(name) if tensor is None else tensor
 
-    return tuple(write_tensors(folder, specs, load))
+    return tuple(write_tensors(folder, _with_wholes(checkpoint, specs, changed), load))
+
+
+def _with_wholes(
+    checkpoint: Checkpoint, specs: list[TensorSpec], changed: Callable[[str], Tensor | None]
+) -> list[TensorSpec]:
+    """The specs with one in the place of the parts of each tensor that `changed` gives."""
+    whole_of = {part: name for name, parts in checkpoint.parts.items() for part in parts}
+    merged: dict[str, TensorSpec] = {}
+    for spec in specs:
+        name = whole_of.get(spec.name)
+        if name in merged:
+            continue
+        whole = None if name is None else changed(name)
+        spec = spec if whole is None else TensorSpec(name, tuple(whole.shape), spec.dtype)
+        merged[spec.name] = spec
+    return list(merged.values())
 
 
 def can_copy(checkpoint: Checkpoint, specs: list[TensorSpec]) -> bool:

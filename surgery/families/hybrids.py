@@ -220,11 +220,9 @@ class Hybrid:
         from ...modeling.hybrids.hosts import time_step_limit
 
         model = self.host(config)
-        bounds, own = (
-            time_step_limit(model.config),
-            model.get_submodule(next(iter(self.paths(config).values()))).time_step_limit,
-        )
-        if tuple(map(float, own)) == bounds:
+        bounds = time_step_limit(model.config)
+        own = model.get_submodule(next(iter(self.paths(config).values()))).time_step_limit
+        if own is None or tuple(own) == bounds:
             return ()
         return (
             f"{type(model).__name__} bounds step sizes to {_span(own)}, the model was trained with {_span(bounds)}: "

@@ -126,6 +126,7 @@ def test_tensors_that_do_not_add_up_are_named(change, message, tmp_path):
             {"model_type": "palimpsa_bamba", "palimpsa_layers": [0], "beta_rank": 2, "beta_groups": 8},
             "beta_scale_form: is None, which no importance gate has",
         ),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000, but the weights are 38 tensors in all"),
         ({"hidden_size": 33}, "transformers (refuses it as the config of|cannot build) a bamba model"),
     ],
 )

@@ -1,6 +1,9 @@
 """Hybrids from folder to folder: the source's files stay as they are, and what is written equals the host."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from palimpsa_surgery.surgery.checkpoint.loading import load_model
 from palimpsa_surgery.surgery.conversion import verify
 from palimpsa_surgery.surgery.conversion.convert import convert
 from palimpsa_surgery.surgery.conversion.export import export
+from palimpsa_surgery.surgery.conversion.model_folder import output_specs, write_weights
 from palimpsa_surgery.surgery.families.registry import mixers
 from palimpsa_surgery.surgery.measure.inspection import inspect_checkpoint
 from palimpsa_surgery.surgery.planning.plan import make_plan
@@ -132,6 +136,27 @@ def test_the_report_says_which_bounds_were_corrected(kind, converted):
     assert [note for note in report.notes if "the model was trained with (0, inf)" in note]
 
 
+FRESH = """
+import sys
+sys.modules["palimpsa_surgery"] = None  # an import of the package is an error
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
+with torch.no_grad():
+    torch.save(model(torch.load(sys.argv[2])).logits, sys.argv[3])
+"""
+
+
+def test_a_process_without_this_package_runs_the_same_model(converted, tmp_path):
+    _, out, _ = converted("nemotron_h")
+    torch.save(token_ids(), tmp_path / "ids.pt")
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    command = [sys.executable, "-c", FRESH, str(out), *(str(tmp_path / name) for name in ("ids.pt", "logits.pt"))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert torch.equal(torch.load(tmp_path / "logits.pt"), logits(load_model(out)))
+
+
 def test_a_second_surgery_adds_a_second_file(converted, tmp_path, rel):
     source, out, _ = converted("zamba2")
     report = convert(out, tmp_path / "again", layers=(1,))
@@ -166,6 +191,18 @@ def test_another_dtype_is_written_anew(converted, tmp_path):
     }
     assert all("gate" in name for name in wide - swapped)  # the host's own routers
     assert torch.isfinite(logits(load_model(tmp_path / "out"))).all()
+
+
+def test_experts_that_were_trained_are_written_whole(converted, tmp_path):
+    source, _, _ = converted("nemotron_h")
+    checkpoint, model = open_checkpoint(source), make_host("nemotron_h")
+    name = "model.layers.1.mixer.experts.up_proj"
+    trained = {name: model.state_dict()[name] + 1}
+    write_weights(checkpoint, tmp_path, output_specs(checkpoint, checkpoint.config), trained.get)
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    found = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    expected = model.state_dict() | trained
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
 
 
 def test_pickled_weights_are_written_anew(tmp_path, rel):
