@@ -31,6 +31,7 @@ from .accounting import (
     resolve_vocabulary,
 )
 from .fingerprint import edges_fingerprint, fingerprint
+from .hosts import HostNames
 from .layouts import detect
 from .lazy import open_weights
 from .licenses import card_metadata, license_names
@@ -88,6 +89,7 @@ class Checkpoint:
     _config_file: Path = field(repr=False)
     _owners: Mapping[str, WeightsFile] = field(repr=False)
     _config_stamp: tuple[int, int, int] = field(repr=False)
+    _names: HostNames | None = field(repr=False)
 
     def load(self, name: str) -> torch.Tensor:
         """Reads a tensor to the CPU, in the dtype it is stored in and in memory of its own.
@@ -118,6 +120,11 @@ class Checkpoint:
         for name, file in self._owners.items():
             found.setdefault(file.path, {})[name] = canonical.get(name)
         return found
+
+    def load_whole(self, name: str) -> torch.Tensor:
+        """Reads a tensor of the model as `load` does, and puts it together where it is stored in parts."""
+        parts = self.parts.get(name)
+        return self.load(name) if parts is None else self._names.whole(name, {part: self.load(part) for part in parts})
 
     def check(self, name: str, tensor: torch.Tensor | None = None) -> None:
         """Looks at every value of a tensor, the first time it is asked to.
@@ -281,6 +288,7 @@ def _opened(source: Source) -> Checkpoint:
         _config_file=layout.config_file,
         _owners=tensors,
         _config_stamp=_stamp(layout.config_file),
+        _names=layout.names,
         **_surroundings(source),
     )
 

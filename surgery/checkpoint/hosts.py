@@ -143,7 +143,12 @@ class HostNames:
         return self._renamed(strip_wrappers(source_name), [])[0] in self._tied
 
     def whole_shape(self, name: str, parts: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """The shape of the model's tensor `name` that parts of these names and shapes make.
+        """The shape of the model's tensor `name` that parts of these names and shapes make; raises as `whole`."""
+        empty = {part: torch.empty(shape, device="meta") for part, shape in parts.items()}
+        return tuple(self.whole(name, empty).shape)
+
+    def whole(self, name: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The model's tensor `name`, put together from its parts by their names.
 
         Raises:
             CheckpointError: they do not go together.
@@ -155,7 +160,7 @@ class HostNames:
             _, pattern = self._renamed(part, self._converters)
             own = next(one for one in self._converters if pattern in one.source_patterns)
             converter = converter or copy.deepcopy(own)
-            converter.add_tensor(name, part, pattern, torch.empty(parts[part], device="meta"))
+            converter.add_tensor(name, part, pattern, parts[part])
         try:
             made = converter.convert(name, model=self._model, config=self._model.config)
         except Exception as error:  # torch's of shapes that differ, wrapped by transformers
@@ -164,7 +169,7 @@ class HostNames:
                 f"({' '.join(str(error).split())[:160]}); download the checkpoint again"
             ) from error
         tensor = made[name]
-        return tuple((tensor[0] if isinstance(tensor, list) else tensor).shape)
+        return tensor[0] if isinstance(tensor, list) else tensor
 
     def _renamed(self, name: str, converters: Iterable[Any]) -> tuple[str, str | None]:
         from transformers.core_model_loading import rename_source_key

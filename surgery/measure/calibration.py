@@ -35,24 +35,21 @@ class CalibrationSums:
         self.moment = torch.zeros(heads * _BINS, dtype=torch.float64)
 
     def add_input(self, hidden: Tensor) -> None:
-        """Adds the layer's inputs of real tokens, [tokens, D]."""
+        """Adds the layer's inputs, [B, T, D]."""
         self.input_square += hidden.double().square().sum().item()
         self.input_count += hidden.numel()
 
-    def add_states(self, x: Tensor, keys: Tensor, step: Tensor, log_decay: Tensor, real: Tensor) -> None:
-        """Runs both recurrences over a batch and adds the state after every `STRIDE` tokens.
+    def add_states(self, x: Tensor, keys: Tensor, step: Tensor, log_decay: Tensor) -> None:
+        """Runs both recurrences over a batch and adds the state after every `STRIDE` tokens, and after the last.
 
         Args:
             x: [B, T, H, P] values before the step size.
             keys: [B, T, G, N].
             step: [B, T, H] d_t.
             log_decay: [B, T, H] -A d_t.
-            real: [B, T] bool, false for padding on the right.
         """
         batch, length, heads, _ = x.shape
-        keys = keys.float().repeat_interleave(heads // keys.shape[2], dim=2)
-        step = (step * real[..., None]).float()
-        log_decay = (log_decay * real[..., None]).float()
+        step, log_decay = step.float(), log_decay.float()
         M = x.new_zeros(batch, heads, x.shape[3], keys.shape[3], dtype=torch.float32)
         K = M.new_zeros(batch, heads, keys.shape[3])
         for start in range(0, length, STRIDE):
@@ -60,11 +57,10 @@ class CalibrationSums:
             decay = log_decay[:, part].cumsum(1)
             weight = torch.exp(decay[:, -1:] - decay) * step[:, part]
             carry = torch.exp(decay[:, -1])[..., None]
-            K = carry * K + torch.einsum("bth,bthn->bhn", weight, keys[:, part].square())
-            M = carry[..., None] * M + torch.einsum("bth,bthp,bthn->bhpn", weight, x[:, part].float(), keys[:, part])
-            sampled = real[:, part].any(1)
-            if sampled.any():
-                self._add_sample(K[sampled], M[sampled].square().sum(2))
+            key = keys[:, part].float().repeat_interleave(heads // keys.shape[2], dim=2)
+            K = carry * K + torch.einsum("bth,bthn->bhn", weight, key.square())
+            M = carry[..., None] * M + torch.einsum("bth,bthp,bthn->bhpn", weight, x[:, part].float(), key)
+            self._add_sample(K, M.square().sum(2))
 
     def _add_sample(self, importance: Tensor, energy: Tensor) -> None:
         """Adds samples of K and of M^2 summed over channels, both [B, H, N]."""

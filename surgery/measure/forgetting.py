@@ -1,9 +1,10 @@
 """Measures how fast each layer and head forgets.
 
-Per head, over real tokens only, with d_t as the layer uses it (bias, softplus, limits):
+Per head, over all tokens, with d_t as the layer uses it (bias, softplus, limits):
     rate   = mean_t A d_t             nats per token
     window = mean_t 1 / (1 - a_t)     tokens, a_t = exp(-A d_t)
-A layer's figures are the means over its heads. Sums are fp64, so batch size, order and padding do not change them.
+A layer's figures are the means over its heads. Sums are fp64, so batch size and order do not change them. The model
+runs layer by layer (see `layerwise.py`): `measure` holds the weights of one layer at a time.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +24,8 @@ from ...base.console import progress
 from ...base.errors import CheckpointError
 from ...base.text import token_windows
 from ..checkpoint.tokenizer import open_tokenizer
-from ..families.registry import mixers
 from .calibration import CalibrationSums
+from .layerwise import LayerFiles, run_by_layer
 from .profile import LayerProfile, Profile, rounded
 
 if TYPE_CHECKING:
@@ -34,7 +36,8 @@ logger = logging.getLogger(__name__)
 FLOOR = 1e-12
 """Least A d_t in nats: 1 / (1 - exp(-FLOOR)) is still finite, and no head of a real model comes near it."""
 
-BATCH_TOKENS = 4096
+BATCH_TOKENS, BATCH_NUMBERS = 4096, 2**23
+"""Most tokens in a layer at a time, and most numbers of their hidden states: 2,048 tokens of a width of 4,096."""
 
 
 def window_of(decay: Tensor) -> Tensor:
@@ -52,9 +55,9 @@ class ForgettingSums:
         self.swapped = hasattr(mixer, "metaplasticity")
         self.calibration = CalibrationSums(heads) if calibrate else None
 
-    def add(self, step: Tensor, strength: Tensor, real: Tensor) -> None:
-        """Adds d_t [B, T, H] of a layer with A = `strength` [H], where `real` [B, T]."""
-        decay = (step.double() * strength.double())[real].clamp_min(FLOOR).cpu()
+    def add(self, step: Tensor, strength: Tensor) -> None:
+        """Adds d_t [B, T, H] of a layer with A = `strength` [H]."""
+        decay = (step.double() * strength.double()).flatten(0, 1).clamp_min(FLOOR).cpu()
         self.rate += decay.sum(0)
         self.window += window_of(decay).sum(0)
         self.tokens += decay.shape[0]
@@ -108,74 +111,66 @@ def static_forgetting(checkpoint: Checkpoint) -> Profile:
 
 
 def measure_forgetting(
-    model: nn.Module, windows: Sequence[np.ndarray], *, batch_size: int = 2, calibrate: bool = True
+    model: nn.Module,
+    windows: Sequence[np.ndarray],
+    *,
+    batch_size: int = 2,
+    calibrate: bool = True,
+    files: LayerFiles | None = None,
 ) -> list[LayerProfile]:
     """Runs the windows through the model and sums each mixer's step sizes.
 
     The model is only watched: its mode, weights and outputs stay as they are, and the hooks go even after an error.
 
     Args:
-        model: a `PalimpsaMamba2ForCausalLM`, on any device, in any dtype.
+        model: of a family in `families/`, on any device, in any dtype.
         windows: token ids, arrays of any lengths.
         batch_size: sequences at a time; memory and speed depend on it, the figures do not.
         calibrate: also collect the statistics of the calibrated start.
+        files: where the weights of the model are, unless it has them itself.
 
     Returns:
-        One entry for each layer.
+        One entry for each layer that has a Mamba2 mixer.
     """
-    found = mixers(model)
-    sums = {layer: ForgettingSums(mixer, calibrate) for layer, mixer in found.items()}
-    device = model.get_input_embeddings().weight.device
+    from .views import our_mixers
+
     training = model.training
     model.eval()
     try:
-        with torch.no_grad(), progress(len(windows), "measuring") as bar:
-            for ids, real in _batches(windows, batch_size, device):
-                with _watching(found, sums, real):
-                    model.get_decoder()(input_ids=ids, attention_mask=real.long(), use_cache=False)
-                bar.update(len(ids))
+        with our_mixers(model) as found:
+            sums = {layer: ForgettingSums(mixer, calibrate) for layer, mixer in found.items()}
+            last = max(found)
+            with progress(len(windows) * (last + 1), "measuring") as bar, _watching(found, sums):
+                run_by_layer(model, windows, batch_size=batch_size, last=last, files=files, ran=bar.update)
     finally:
         model.train(training)
     return [layer_sums.result(layer) for layer, layer_sums in sums.items()]
 
 
-def _batches(windows: Sequence[np.ndarray], batch_size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches padded on the right: ids [B, T] and which are real [B, T]. Windows of like length go together."""
-    order = sorted(range(len(windows)), key=lambda index: len(windows[index]))
-    for start in range(0, len(order), batch_size):
-        batch = [torch.as_tensor(windows[index], dtype=torch.long) for index in order[start : start + batch_size]]
-        ids = nn.utils.rnn.pad_sequence(batch, batch_first=True)
-        lengths = torch.tensor([len(window) for window in batch])
-        real = torch.arange(ids.shape[1])[None] < lengths[:, None]
-        yield ids.to(device), real.to(device)
-
-
 @contextmanager
-def _watching(mixers: dict[int, nn.Module], sums: dict[int, ForgettingSums], real: Tensor) -> Iterator[None]:
+def _watching(mixers: dict[int, nn.Module], sums: dict[int, ForgettingSums]) -> Iterator[None]:
     """Hooks on every mixer's input projection, removed when the block ends, however it ends."""
     hooks = []
     try:
         for layer, mixer in mixers.items():
-            hooks.append(mixer.in_proj.register_forward_hook(_hook(mixer, sums[layer], real)))
+            hooks.append(mixer.in_proj.register_forward_hook(partial(_watch, mixer, sums[layer])))
         yield
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def _hook(mixer: nn.Module, sums: ForgettingSums, real: Tensor) -> Any:
-    def watch(module: nn.Module, inputs: tuple[Tensor, ...], projected: Tensor) -> None:
-        _, channels, raw_step = mixer.split_projection(projected)
-        step, strength = mixer.step_size(raw_step), mixer.decay_rate()
-        here = real.to(step.device)
-        sums.add(step, strength, here)
-        if sums.calibration is not None:
-            # Pads are on the right, so the convolution of real tokens never sees one.
-            x, keys, _ = mixer.split_channels(mixer.conv1d(channels)[0])
-            sums.calibration.add_input(inputs[0][here])
-            sums.calibration.add_states(x, keys, step, -strength * step, here)
-
-    return watch
+def _watch(
+    mixer: nn.Module, sums: ForgettingSums, module: nn.Module, inputs: tuple[Tensor, ...], projected: Tensor
+) -> None:
+    _, channels, raw_step = mixer.split_projection(projected)
+    step, strength = mixer.step_size(raw_step), mixer.decay_rate()
+    sums.add(step, strength)
+    if sums.calibration is not None:
+        x, keys, _ = mixer.split_channels(mixer.conv1d(channels)[0])
+        # The importance gate reads what the host has not multiplied yet.
+        sums.calibration.add_input(inputs[0] / getattr(mixer, "input_multiplier", 1.0))
+        sums.calibration.add_states(x, keys, step, -strength * step)
 
 
 def measure(
@@ -201,7 +196,7 @@ def measure(
         tokens: how many tokens in all.
         seq_len: tokens per sequence; sequences longer than a head's memory are needed to see it.
         seed: of the choice of text.
-        batch_size: sequences at a time; by default as many as make `BATCH_TOKENS`.
+        batch_size: sequences at a time inside a layer; by default as many as `BATCH_TOKENS` and `BATCH_NUMBERS` hold.
         static: no text, `static_forgetting` instead.
         calibrate: also collect what the calibrated start needs; a quarter of the time.
         device: where the model runs; fp32 whatever the checkpoint's dtype.
@@ -213,7 +208,6 @@ def measure(
         The profile, ready for `write_profile`.
     """
     from ..checkpoint.checkpoint import open_checkpoint
-    from ..checkpoint.loading import load_model
 
     checkpoint = open_checkpoint(src, revision=revision, token=token) if isinstance(src, str | Path) else src
     if static:
@@ -227,7 +221,10 @@ def measure(
         vocab_size=checkpoint.config.vocab_size,
     )
     logger.info("measuring %s on %d tokens of %s", checkpoint.source_id, about["tokens"], about["data"])
-    model = load_model(checkpoint, dtype=torch.float32, device=device)
+    files = LayerFiles(checkpoint, device)
+    most = min(BATCH_TOKENS, BATCH_NUMBERS // checkpoint.config.hidden_size)
+    batch_size = batch_size or max(1, most // about["seq_len"])
+    layers = measure_forgetting(files.model, windows, batch_size=batch_size, calibrate=calibrate, files=files)
     return Profile(
         method="measured",
         source=checkpoint.source_id,
@@ -236,7 +233,5 @@ def measure(
         tokens=about["tokens"],
         seq_len=about["seq_len"],
         seed=seed,
-        layers=measure_forgetting(
-            model, windows, batch_size=batch_size or max(1, BATCH_TOKENS // about["seq_len"]), calibrate=calibrate
-        ),
+        layers=layers,
     )

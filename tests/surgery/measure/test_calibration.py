@@ -9,13 +9,13 @@ HEADS, GROUPS, CHANNELS, KEYS = 4, 2, 3, 5
 
 
 def states(length, batch=1, seed=0):
-    """x, keys, step, log_decay, real of a batch."""
+    """x, keys, step, log_decay of a batch."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(batch, length, HEADS, CHANNELS, generator=generator)
     keys = torch.randn(batch, length, GROUPS, KEYS, generator=generator)
     step = torch.rand(batch, length, HEADS, generator=generator) + 0.01
     strength = torch.tensor([1e-3, 0.05, 0.5, 5.0])
-    return x, keys, step, -strength * step, torch.ones(batch, length, dtype=torch.bool)
+    return x, keys, step, -strength * step
 
 
 def brute_force(x, keys, step, log_decay):
@@ -42,13 +42,13 @@ def total(*batches):
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
 def test_importance_is_the_mean_of_the_recurrence(length):
     batch = states(length)
-    K, _ = brute_force(*batch[:4])
+    K, _ = brute_force(*batch)
     assert total(batch).importance == pytest.approx(K.mean((1, 2)).tolist(), rel=1e-5)
 
 
 def test_spread_is_the_geometric_mean_in_parts_of_equal_energy():
     batch = states(300)
-    K, energy = brute_force(*batch[:4])
+    K, energy = brute_force(*batch)
     found = torch.tensor(total(batch).spread, dtype=torch.float64)
     for head in range(HEADS):
         order = K[head].flatten().argsort()
@@ -64,7 +64,7 @@ def test_spread_is_the_geometric_mean_in_parts_of_equal_energy():
 
 def test_a_prior_fitted_from_the_parts_is_that_of_all_samples():
     batch = states(640)
-    K, energy = brute_force(*batch[:4])
+    K, energy = brute_force(*batch)
     parts = torch.tensor(total(batch).spread, dtype=torch.float64)
     for strength in (0.05, 1.0, 3.0):
         growth = 1 + strength * K / K.mean((1, 2), keepdim=True)
@@ -73,32 +73,27 @@ def test_a_prior_fitted_from_the_parts_is_that_of_all_samples():
         torch.testing.assert_close(growth.pow(-2).mean(1) / growth.reciprocal().mean(1), exact, rtol=0.02, atol=0)
 
 
-def test_padding_on_the_right_and_batches_change_nothing():
-    one, two = states(130), states(70, seed=1)
+def test_batches_change_nothing():
+    one, two = states(130), states(130, seed=1)
     apart = total(one, two)
-    batch = [torch.zeros(2, 130, *tensor.shape[2:], dtype=tensor.dtype) for tensor in one]
-    for row, source in enumerate((one, two)):
-        for tensor, values in zip(batch, source, strict=True):
-            tensor[row, : values.shape[1]] = values[0]
-    batch[0][1, 70:], batch[1][1, 70:], batch[2][1, 70:], batch[3][1, 70:] = 9.0, 9.0, 9.0, -9.0
-    together = total(tuple(batch))
+    together = total([torch.cat(tensors) for tensors in zip(one, two, strict=True)])
     assert together.importance == pytest.approx(apart.importance, rel=1e-5)
     for a, b in zip(together.spread, apart.spread, strict=True):
         assert a == pytest.approx(b, rel=1e-4)
 
 
 def test_a_head_without_state_and_inputs_of_zero_stay_finite():
-    x, keys, step, log_decay, real = states(70)
+    x, keys, step, log_decay = states(70)
     x[:, :, 1] = 0
     keys[:, :, 0] = 0
-    found = total((x, keys, step, log_decay, real))
+    found = total((x, keys, step, log_decay))
     assert found.importance[0] == 0
     assert found.spread[1] == [1.0] * calibration.PARTS
 
 
 def test_input_size_is_the_root_mean_square():
     sums = CalibrationSums(HEADS)
-    sums.add_input(torch.tensor([[3.0, 4.0]]))
-    sums.add_input(torch.tensor([[0.0, 0.0], [0.0, 5.0]]))
+    sums.add_input(torch.tensor([[[3.0, 4.0]]]))
+    sums.add_input(torch.tensor([[[0.0, 0.0], [0.0, 5.0]]]))
     sums.add_states(*states(5))
     assert sums.result().input_rms == pytest.approx((50 / 6) ** 0.5)

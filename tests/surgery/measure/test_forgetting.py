@@ -103,7 +103,7 @@ def test_figures_agree_with_an_independent_fp64_computation(limit):
         assert layer.window == pytest.approx(mean_window.item(), rel=1e-4)
 
 
-def test_batch_size_order_and_padding_change_nothing():
+def test_batch_size_and_order_change_nothing():
     windows = texts(40, 3, 17, 65, 1)
     model = make_model()
     expected = figures(measure_forgetting(model, windows, batch_size=1))
