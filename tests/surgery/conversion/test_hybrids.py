@@ -157,6 +157,24 @@ def test_a_process_without_this_package_runs_the_same_model(converted, tmp_path)
     assert torch.equal(torch.load(tmp_path / "logits.pt"), logits(load_model(out)))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_transformers_saves_anew_is_read_and_gives_the_host_back(kind, converted, tmp_path):
+    source, out, _ = converted(kind)
+    model = load_model(out)
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(load_model(tmp_path / "saved")), logits(model))
+    export(tmp_path / "saved", tmp_path / "off", off=True)
+    found, expected = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tmp_path / "off", source))
+    assert torch.equal(logits(found), logits(expected))
+
+
+def test_a_host_can_be_written_as_ours_with_nothing_swapped(converted, tmp_path):
+    source, _, _ = converted("nemotron_h")
+    export(source, tmp_path / "ours", layout="palimpsa_nemotron_h")
+    assert open_checkpoint(tmp_path / "ours").palimpsa_layers == ()
+    assert convert(tmp_path / "ours", tmp_path / "out", layers=(4,)).palimpsa_layers == (4,)
+
+
 def test_a_second_surgery_adds_a_second_file(converted, tmp_path, rel):
     source, out, _ = converted("zamba2")
     report = convert(out, tmp_path / "again", layers=(1,))
