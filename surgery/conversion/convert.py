@@ -138,15 +138,30 @@ def _settle(
         plan.check_source(checkpoint, where)
         if profile is not None:
             profile.check_source(checkpoint)
-        calibrated = plan.init == "calibrated"
-        return plan, profile or (_measure(checkpoint, measuring, True) if calibrated else static_forgetting(checkpoint))
+        if profile is None and plan.init == "calibrated":
+            return plan, _measure(checkpoint, measuring, True)
+        _say_unused(measuring)
+        return plan, profile or static_forgetting(checkpoint)
     layers = DEFAULT_LAYERS if layers is None else layers
     if profile is None and (isinstance(layers, int) or options.get("init") == "calibrated"):
         # A count that cannot be met, or options that contradict, should not wait for the measurement.
         make_plan(checkpoint, static_forgetting(checkpoint), layers=layers, **options)
         profile = _measure(checkpoint, measuring, options.get("init") == "calibrated")
+    else:
+        _say_unused(measuring)
     plan = make_plan(checkpoint, profile, layers=layers, **options)
     return plan, profile or static_forgetting(checkpoint)
+
+
+def _say_unused(measuring: MeasureOptions) -> None:
+    """Names options on the text where nothing is measured."""
+    usual = MeasureOptions()
+    keys = ("data", "tokens", "seq_len")
+    asked = [f"--{key.replace('_', '-')}" for key in keys if getattr(measuring, key) != getattr(usual, key)]
+    if asked:
+        logger.warning(
+            "%s: not used, as nothing is measured: the layers are listed, or their figures given", ", ".join(asked)
+        )
 
 
 def _measure(checkpoint: Checkpoint, measuring: MeasureOptions, calibrate: bool) -> Profile:
@@ -223,10 +238,8 @@ def _rounding_note(checkpoint: Checkpoint, specs: list[TensorSpec]) -> tuple[str
     if not rounded:
         return ()
     stored = dtype_name(next(spec.dtype for spec in specs if spec.name == rounded[0]))
-    return (
-        f"rounded to {stored}: {counted(len(rounded), 'tensor')} (such as {rounded[0]}); give "
-        "--dtype float32 to keep the source's digits",
-    )
+    hint = "" if stored == "float32" else "; give --dtype float32 to keep the source's digits"
+    return (f"rounded to {stored}: {counted(len(rounded), 'tensor')} (such as {rounded[0]}){hint}",)
 
 
 def _holds(stored: torch.dtype, source: torch.dtype) -> bool:
