@@ -148,7 +148,8 @@ def _settle(
         if profile is not None:
             profile.check_source(checkpoint)
         if profile is None and is_calibrated(plan.init):
-            profile = _measure(checkpoint, measuring, True)
+            return plan, _measure(checkpoint, measuring, True)
+        _say_unused(measuring)
         return plan, profile or static_forgetting(checkpoint)
     layers = DEFAULT_LAYERS if layers is None else layers
     calibrate = is_calibrated(options.get("init"))
@@ -156,8 +157,21 @@ def _settle(
         # A count that cannot be met, or options that contradict, should not wait for the measurement.
         make_plan(checkpoint, static_forgetting(checkpoint), layers=layers, **options)
         profile = _measure(checkpoint, measuring, calibrate)
+    else:
+        _say_unused(measuring)
     plan = make_plan(checkpoint, profile, layers=layers, **options)
     return plan, profile or static_forgetting(checkpoint)
+
+
+def _say_unused(measuring: MeasureOptions) -> None:
+    """Names options on the text where nothing is measured."""
+    usual = MeasureOptions()
+    keys = ("data", "tokens", "seq_len")
+    asked = [f"--{key.replace('_', '-')}" for key in keys if getattr(measuring, key) != getattr(usual, key)]
+    if asked:
+        logger.warning(
+            "%s: not used, as nothing is measured: the layers are listed, or their figures given", ", ".join(asked)
+        )
 
 
 def _measure(checkpoint: Checkpoint, measuring: MeasureOptions, calibrate: bool) -> Profile:
@@ -237,10 +251,8 @@ def _rounding_note(checkpoint: Checkpoint, specs: list[TensorSpec]) -> tuple[str
     if not rounded:
         return ()
     stored = dtype_name(next(spec.dtype for spec in specs if spec.name == rounded[0]))
-    return (
-        f"rounded to {stored}: {counted(len(rounded), 'tensor')} (such as {rounded[0]}); give "
-        "--dtype float32 to keep the source's digits",
-    )
+    hint = "" if stored == "float32" else "; give --dtype float32 to keep the source's digits"
+    return (f"rounded to {stored}: {counted(len(rounded), 'tensor')} (such as {rounded[0]}){hint}",)
 
 
 def _holds(stored: torch.dtype, source: torch.dtype) -> bool:

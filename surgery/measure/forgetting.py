@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ...base.console import progress
 from ...base.errors import CheckpointError
-from ...base.text import token_windows
+from ...base.text import data_name, token_windows
 from ..checkpoint.tokenizer import open_tokenizer
 from .calibration import CalibrationSums
 from .layerwise import LayerFiles, run_by_layer
@@ -211,6 +211,8 @@ def measure(
 
     checkpoint = open_checkpoint(src, revision=revision, token=token) if isinstance(src, str | Path) else src
     if static:
+        if data is not None:
+            logger.warning("--data %s: not used, as --static reads no text", data_name(data))
         return static_forgetting(checkpoint)
     windows, about = token_windows(
         data,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -19,6 +20,8 @@ from .strategies import DEFAULT_RULE, RULES, check_rule, choose_layers
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
+
+logger = logging.getLogger(__name__)
 
 EXPLICIT = "explicit"
 DEFAULT_LAYERS = 8
@@ -227,6 +230,8 @@ def make_plan(
     else:
         for fault in _bad_layers(layers, checkpoint):
             raise UsageError(f"--layers: {fault}")
+        if rule != DEFAULT_RULE:
+            logger.warning("--rule %s: not used, as the layers are listed", rule)
         rule, reasons = EXPLICIT, {layer: _asked_for(profile, layer) for layer in layers}
     if is_calibrated(init) and strength is None:
         strength = DEFAULT_STRENGTH

@@ -508,3 +508,21 @@ def test_force_does_not_delete_a_source_inside_the_output(tmp_path):
     with pytest.raises(OutputExistsError, match="would delete source"):
         convert(source, tmp_path / "models", layers=[0], verify="none", force=True)
     assert sorted(path.name for path in (tmp_path / "models").iterdir()) == ["mine.txt", "source"]
+
+
+def test_options_on_a_text_that_is_not_read_are_named(tmp_path, caplog):
+    pico.write_hf(tmp_path / "source")
+    text = MeasureOptions(data=tmp_path / "absent.jsonl", tokens=7)
+    said = "--data, --tokens: not used, as nothing is measured"
+    convert(tmp_path / "source", tmp_path / "listed", layers=(1,), measuring=text, verify="none")
+    assert said in caplog.text
+    caplog.clear()
+    plan = tmp_path / "listed" / "plan.yaml"
+    convert(tmp_path / "source", tmp_path / "planned", plan=plan, measuring=text, verify="none", rule=None)
+    assert said in caplog.text
+    caplog.clear()
+    convert(tmp_path / "source", tmp_path / "silent", layers=(1,), rule="rate", verify="none")
+    assert "not used, as nothing is measured" not in caplog.text
+    assert "--rule rate: not used, as the layers are listed" in caplog.text
+    measure(tmp_path / "source", static=True, data="absent.jsonl")
+    assert "--data absent.jsonl: not used, as --static reads no text" in caplog.text
