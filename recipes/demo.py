@@ -97,7 +97,7 @@ class DemoResult:
     seconds: dict[str, float]
 
     def gain(self, name: str) -> tuple[float, float]:
-        """Loss of a model less that of the source on the same windows, and its error."""
+        """Loss of a model less that of the source on the same sequences, and its error."""
         return paired_difference(self.losses["source"], self.losses[name])
 
     def rows(self) -> list[tuple[str, str, str]]:
@@ -105,7 +105,8 @@ class DemoResult:
         rows = []
         for name, result in self.losses.items():
             difference, error = self.gain(name)
-            change = "" if name == "source" else f"{difference:+.4f} ± {error:.4f}"
+            # Adding zero makes a rounded -0.0 positive.
+            change = "" if name == "source" else f"{round(difference, 4) + 0.0:+.4f} ± {error:.4f}"
             rows.append((name, f"{result.loss:.4f} ± {result.stderr:.4f}", change))
         return rows
 

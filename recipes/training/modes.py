@@ -56,11 +56,11 @@ def prepare_mode(model: nn.Module, checkpoint: Checkpoint, recipe: Recipe) -> nn
         enable({"use_reentrant": False})
     selection = describe_selection(model, recipe)
     logger.info(
-        "mode %s: %s parameters train, %s are frozen (%s)",
+        "mode %s: %s parameters train (%s), %s are frozen",
         recipe.mode,
         human_count(selection.trained),
-        human_count(selection.frozen),
         "; ".join(f"{name}: {counted(len(names), 'tensor')}" for name, names in selection.groups.items()),
+        human_count(selection.frozen),
     )
     return model
 
@@ -77,7 +77,7 @@ def check_packing(model: nn.Module, recipe: Recipe, device: torch.device) -> Non
     if not host.keeps_documents_apart and len(paths) < model.config.num_hidden_layers:
         raise UsageError(
             f"data.packing: the attention of {host_type(model.config)} in transformers reads across the documents of a "
-            "window; set data.packing=stream"
+            "sequence; set data.packing=stream"
         )
     plain = sorted(set(paths) - set(model.config.palimpsa_layers))
     missing = [name for name in ("mamba_ssm", "causal_conv1d") if importlib.util.find_spec(name) is None]

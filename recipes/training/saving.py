@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from ...base.files import RECIPE, not_ours, output_folder, write_text
 from ...kernels.common.precision import DTYPES
-from ...modeling.hybrids.hosts import PREFIX
 from ...surgery.checkpoint.checkpoint import Checkpoint
 from ...surgery.checkpoint.sources import is_of_tokenizer, reading
 from ...surgery.conversion.card import kept_readme
 from ...surgery.conversion.export import card_without_surgery
 from ...surgery.conversion.model_folder import output_specs, write_surroundings, write_weights
+from ...surgery.families.hybrids import PREFIX
 from .checkpointing import full_tensor, trained_parameters
 from .recipe import Recipe, dump_recipe
 

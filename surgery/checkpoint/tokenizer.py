@@ -172,6 +172,8 @@ def _refuse_chance(tokenizer: Any, name: str, option: str | None) -> None:
 def _load(folder: Path, name: str, option: str | None, rows: int | None = None) -> Any:
     from transformers import AutoTokenizer
 
+    from ... import modeling  # noqa: F401  registers our configs: transformers warns of a type that it does not know
+
     refuse_code(folder, name, option)
     none = f"{name}: has no tokenizer; {_advice(option)}"
     try:

@@ -129,10 +129,10 @@ class Profile(StrictModel):
         return next(figures for figures in self.layers if figures.layer == layer)
 
     def describe(self) -> str:
-        """One line for people: which text, how much of it, in windows of what length."""
+        """One line for people: which text, how much of it, in sequences of what length."""
         if self.method == "static":
             return "static estimate from A_log and dt_bias (no text)"
-        return f"{self.tokens:,} tokens of {self.data} in windows of {self.seq_len:,} (seed {self.seed})"
+        return f"{self.tokens:,} tokens of {self.data} in sequences of {self.seq_len:,} (seed {self.seed})"
 
     def check_source(self, checkpoint: Checkpoint) -> None:
         """Raises `SchemaError` unless the profile is of this checkpoint, with its layers and heads as they are."""

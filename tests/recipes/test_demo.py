@@ -1,6 +1,7 @@
 """The demo in small: every stage runs, the files are there, the commands are ones that the command line takes."""
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,13 @@ def test_held_out_documents_are_no_training_text(demo):
     held_out = set((demo.folder / "text" / "held-out.jsonl").read_text().splitlines())
     assert held_out
     assert not train & held_out
+
+
+def test_a_difference_that_rounds_to_nothing_has_no_minus(demo):
+    source = demo.losses["source"]
+    near = replace(source, per_window=tuple((total - 1e-6, count) for total, count in source.per_window))
+    rows = replace(demo, losses={"source": source, "converted": near}).rows()
+    assert rows[1][2] == "+0.0000 ± 0.0000"
 
 
 def test_the_report_shows_losses_texts_and_commands(demo):

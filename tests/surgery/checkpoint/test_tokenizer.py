@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import hub_server
 import pico
@@ -110,6 +112,19 @@ def test_each_form_of_one_tokenizer_gives_the_same_ids(tmp_path, config, kind):
         (tmp_path / "config.json").write_text(json.dumps(config))
     text = "CREATE TABLE t(a, b); -- Ünïcode 123"
     assert load_tokenizer(tmp_path)(text)["input_ids"] == load_tokenizer(EMBEDDED)(text)["input_ids"]
+
+
+def test_a_converted_folder_is_opened_without_a_warning_of_transformers(tmp_path):
+    """In a process of its own: here the type of the model is known already."""
+    shutil.copytree(EMBEDDED, tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "palimpsa_mamba2"}))
+    code = (
+        "import sys; from palimpsa_surgery.surgery.checkpoint.tokenizer import load_tokenizer\n"
+        "load_tokenizer(sys.argv[1])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "model"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "to instantiate a model of type" not in done.stderr
 
 
 def test_a_home_folder_is_found(tmp_path, monkeypatch):

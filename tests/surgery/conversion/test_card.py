@@ -52,7 +52,7 @@ def test_swapped_layers_stand_with_windows_and_reasons():
     assert "| 0 | 12.5 | 0.25 | longest |" in card
     assert "| 1 | 12.5 | 0.25 | swapped before |" in card
     assert "3 layers were replaced" in card
-    assert "128 tokens of text in windows of 64" in card
+    assert "128 tokens of text in sequences of 64" in card
 
 
 def test_a_single_layer_reads_as_one_and_no_profile_as_a_list():

@@ -152,7 +152,7 @@ def test_a_measured_profile_of_no_text_is_refused(nothing):
 
 
 def test_descriptions_name_the_text_or_say_static():
-    assert profile([layer(0)]).describe() == "128 tokens of text in windows of 64 (seed 0)"
+    assert profile([layer(0)]).describe() == "128 tokens of text in sequences of 64 (seed 0)"
     static = profile([layer(0)], method="static", data="", tokens=0, seq_len=0)
     assert "static estimate" in static.describe()
 
