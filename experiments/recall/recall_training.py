@@ -258,7 +258,7 @@ def _forgetting_of_d(model: PalimpsaDForCausalLM, ids: Tensor) -> list[LayerProf
 
 def _watch(mixer: PalimpsaDMixer, sums: ForgettingSums) -> Callable[..., None]:
     def watch(module: nn.Module, inputs: tuple[Tensor, ...], raw: Tensor) -> None:
-        sums.add(mixer.step_size(raw), mixer.decay_rate(), torch.ones_like(raw[..., 0], dtype=torch.bool))
+        sums.add(mixer.step_size(raw), mixer.decay_rate())
 
     return watch
 

@@ -38,7 +38,7 @@ def test_a_row_leaves_the_step_that_compiles_out_of_the_speed():
 
 def test_all_modes_are_run_and_compared_and_none_twice(tiny_folder, tmp_path, monkeypatch, capsys):
     pytest.importorskip("peft")
-    monkeypatch.setattr("palimpsa_surgery.modeling.bundle.bundle_remote_code", lambda folder: ())
+    monkeypatch.setattr("palimpsa_surgery.modeling.bundle.bundle_remote_code", lambda folder, model_type: ())
     monkeypatch.setenv("PALIMPSA_CACHE", str(tmp_path / "cache"))
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": f"row {n} of the table of rows " * 6}) + "\n" for n in range(12)))

@@ -114,7 +114,7 @@ def constant(recipe):
 
 def test_two_processes_are_one(model_folder, constant, tmp_path, monkeypatch):
     pytest.importorskip("accelerate")
-    monkeypatch.setattr("palimpsa_surgery.modeling.bundle.bundle_remote_code", lambda folder: ())
+    monkeypatch.setattr("palimpsa_surgery.modeling.bundle.bundle_remote_code", lambda folder, model_type: ())
     one = finetune(model_folder, constant, tmp_path / "one")
     file = tmp_path / "recipe.yaml"
     file.write_text(dump_recipe(load_recipe(constant)))
@@ -141,7 +141,7 @@ def test_two_processes_are_one(model_folder, constant, tmp_path, monkeypatch):
 
 
 def test_a_sharded_model_trains_resumes_and_is_saved_as_one(model_folder, constant, tmp_path, monkeypatch):
-    monkeypatch.setattr("palimpsa_surgery.modeling.bundle.bundle_remote_code", lambda folder: ())
+    monkeypatch.setattr("palimpsa_surgery.modeling.bundle.bundle_remote_code", lambda folder, model_type: ())
     constant = {**constant, "steps": 3, "save_every": 1, "eval_every": 1, "keep": 3}
     one = finetune(model_folder, constant, tmp_path / "one")
     file, out = tmp_path / "recipe.yaml", tmp_path / "two"

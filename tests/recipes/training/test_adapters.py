@@ -34,7 +34,7 @@ IDS = torch.arange(30).view(1, 30)
 @pytest.fixture(autouse=True)
 def without_code(monkeypatch):
     """Bundling the code is tested where it is written."""
-    monkeypatch.setattr("palimpsa_surgery.modeling.bundle.bundle_remote_code", lambda folder: ())
+    monkeypatch.setattr("palimpsa_surgery.modeling.bundle.bundle_remote_code", lambda folder, model_type: ())
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 def without_code(request, monkeypatch):
     """Bundling the code is tested where it is written; leaving it out makes these tests twice as fast."""
     if "bundled" not in request.fixturenames:
-        monkeypatch.setattr("palimpsa_surgery.modeling.bundle.bundle_remote_code", lambda folder: ())
+        monkeypatch.setattr("palimpsa_surgery.modeling.bundle.bundle_remote_code", lambda folder, model_type: ())
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def uninterrupted(model_folder, text, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def without_code(monkeypatch):
     """The remote code is not written: a second a run, and nothing of it is looked at here."""
-    monkeypatch.setattr("palimpsa_surgery.modeling.bundle.bundle_remote_code", lambda folder: ())
+    monkeypatch.setattr("palimpsa_surgery.modeling.bundle.bundle_remote_code", lambda folder, model_type: ())
 
 
 def die() -> None:
