@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import UsageError
+from ..kernels.backends import eager
 
 
 class SequenceLayout(NamedTuple):
@@ -35,7 +36,7 @@ class SequenceLayout(NamedTuple):
         return self.cu_seqlens is not None
 
 
-@torch.compiler.disable
+@eager
 def sequence_layout(
     shape: tuple[int, int],
     *,

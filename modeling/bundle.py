@@ -12,6 +12,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +47,20 @@ def bundle_remote_code(folder: str | Path, model_type: str = _MAMBA2) -> tuple[s
     Returns:
         The names of the files, sorted.
     """
-    folder, kind = Path(folder), _kind(model_type)
+    files = _flat_files(_kind(model_type))
+    for name, text in files.items():
+        write_text(Path(folder) / name, text)
+    return tuple(sorted(files))
+
+
+@cache
+def _flat_files(kind: str) -> dict[str, str]:
+    """The files of a kind of model by name; a process that writes many models reads the sources once."""
     sources = {flat_name(module): (module, path) for module, path in _sources(_HOMES[kind])}
-    for name, (module, path) in sources.items():
-        text = flatten(path.read_text(encoding="utf-8"), module)
-        if name == f"modeling_{kind}":
-            text += _reach(sorted(sources.keys() - {name}))
-        write_text(folder / f"{name}.py", _HEADER + text)
-    return tuple(sorted(f"{name}.py" for name in sources))
+    texts = {name: flatten(path.read_text(encoding="utf-8"), module) for name, (module, path) in sources.items()}
+    main = f"modeling_{kind}"
+    texts[main] += _reach(sorted(texts.keys() - {main}))
+    return {f"{name}.py": _HEADER + text for name, text in texts.items()}
 
 
 def flat_name(module: str) -> str:
@@ -105,6 +112,8 @@ def _imports(node: ast.AST, guarded: bool) -> Iterator[tuple[ast.Import | ast.Im
     """Every import statement, with whether it stands in a `try`."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         yield node, guarded
+    if isinstance(node, ast.expr):
+        return  # holds no statement, and most nodes are these
     for child in ast.iter_child_nodes(node):
         yield from _imports(child, guarded or isinstance(node, ast.Try))
 

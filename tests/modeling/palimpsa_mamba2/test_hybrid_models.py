@@ -4,12 +4,10 @@ How they run is tested with all other models (`test_forms.py`, `test_generation.
 """
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from absent import ABSENT, run
 from palimpsa_surgery.base.errors import CheckpointError, UsageError
 from palimpsa_surgery.mixers.attention import Attention
 from palimpsa_surgery.modeling import PalimpsaMamba2ForCausalLM
@@ -92,18 +90,15 @@ def test_it_loads_with_its_own_code_where_the_package_is_absent(model, ids, tmp_
     bundle_remote_code(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "auto_map": auto_map()}))
-    code = (
-        "import sys\n"
-        "sys.modules['palimpsa_surgery'] = None\n"
-        "import torch\n"
-        "from transformers import AutoModelForCausalLM\n"
-        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
-        "ids = torch.tensor(eval(sys.argv[2]))\n"
-        "print(model.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None)[0].tolist())\n"
-    )
-    home = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code, str(folder), str(ids[:1, :7].tolist())]
-    done = subprocess.run(command, env={**os.environ, **home}, cwd=tmp_path, capture_output=True, text=True)
+    code = """
+        import torch
+        from transformers import AutoModelForCausalLM
+        model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+        ids = torch.tensor(eval(sys.argv[2]))
+        print(model.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None)[0].tolist())
+    """
+    # That compiled code is found there is tested with the bundle.
+    done = run(code, folder, ids[:1, :7].tolist(), home=tmp_path, absent=(*ABSENT, "numba"))
     assert done.returncode == 0, done.stderr
     expected = model.generate(ids[:1, :7], max_new_tokens=5, do_sample=False, eos_token_id=None)[0].tolist()
     assert done.stdout.splitlines()[-1] == str(expected)
