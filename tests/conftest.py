@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,15 @@ def one_thread():
     torch.set_num_threads(1)
 
 
+def pytest_configure(config):
+    """Of several processes, none begins the longest file when the others are done: see the order below."""
+    config.option.loadscopereorder = False  # xdist would put files with few tests last, whatever these take
+
+
 def pytest_collection_modifyitems(items):
-    """Skip what is marked `gpu` where no CUDA device is."""
+    """Files with something `slow` first, then those with many tests; skip what is `gpu` where no CUDA device is."""
+    slow, tests = {item.path for item in items if item.get_closest_marker("slow")}, Counter(i.path for i in items)
+    items.sort(key=lambda item: (item.path not in slow, -tests[item.path]))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

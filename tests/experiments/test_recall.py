@@ -155,6 +155,7 @@ def test_finished_runs_are_not_repeated(out, monkeypatch):
     mqar.train_all(TINY, Place(out))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_cut_goes_on_as_if_it_had_not_been(out, tmp_path, monkeypatch):
     setting = dataclasses.replace(TINY, steps=6, records=3)
     mqar.train_all(setting, Place(tmp_path / "whole"), (PALIMPSA,))

@@ -14,6 +14,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs the cases themselves")
 def test_the_plain_kernels_under_the_interpreter():
     pytest.importorskip("triton")

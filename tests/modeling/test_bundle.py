@@ -25,6 +25,7 @@ def folder(lively_model, tmp_path):
     return target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("absent", [ABSENT, (*ABSENT, "numba")], ids=["with numba", "without numba"])
 def test_loads_with_the_flag_generates_and_saves_where_the_package_is_absent(
     folder, tmp_path, lively_model, ids, absent

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 from absent import ABSENT, run
 from palimpsa_surgery.modeling.bundle import bundle_remote_code, remote_code_keys
@@ -37,6 +38,7 @@ CODE = """
 """
 
 
+@pytest.mark.slow
 def test_every_kind_loads_generates_and_saves_where_the_package_is_absent(tmp_path, hybrid):
     torch.save(token_ids(), tmp_path / "ids.pt")
     for kind in known_hosts():
