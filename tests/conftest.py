@@ -1,5 +1,6 @@
 """What every test may use. The suite needs no network, no GPU and nothing outside the repository."""
 
+import gc
 import logging
 import os
 from collections import Counter
@@ -40,6 +41,11 @@ def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish():
+    """What is imported by now stays: looking through it takes a third of a second whenever a run frees its memory."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
