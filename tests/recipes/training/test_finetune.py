@@ -374,3 +374,21 @@ app(["finetune", {str(model_folder)!r}, "--recipe", "tiny_cpu", "-o", {str(tmp_p
     assert done.returncode == 2
     assert done.stderr.endswith("which is not installed; install palimpsa-surgery[train]\n"), done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_qlora_run_trains_over_four_bits_and_saves_the_source_with_its_adapter(model_folder, recipe, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    recipe = {**recipe, "mode": "qlora", "steps": 8, "lr": 1e-2, "lora": {"rank": 4, "alpha": 8}}
+    result = finetune(model_folder, recipe, tmp_path / "run")
+    assert result.validation[-1][1] < result.validation[0][1] - 0.02
+    before, after = tensors(model_folder), tensors(result.final)
+    assert {name: t.shape for name, t in after.items()} == {name: t.shape for name, t in before.items()}
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert "backbone.layers.1.mixer.in_proj.weight" in changed
+    assert not any("embeddings" in name or "conv1d" in name for name in changed)
+    values = torch.linalg.svdvals(
+        (after["backbone.layers.1.mixer.in_proj.weight"] - before["backbone.layers.1.mixer.in_proj.weight"]).float()
+    )
+    assert values[4] < 1e-4 * values[0]  # of the adapter's rank: the rounding to four bits is not in it
