@@ -1,4 +1,5 @@
-"""The plain Mamba2 scan, for layers that keep their mixer: torch everywhere, mamba-ssm's kernels where they work.
+"""The plain Mamba2 scan, for layers that keep their mixer: mamba-ssm's kernels where they work, else those of the
+metaplastic scan with the importance at 1, else torch.
 
 A backend is one file beside this one and one line in `MAMBA2_SCAN`. Its module offers
 
@@ -20,6 +21,7 @@ from .types import SsdProblem
 MAMBA2_SCAN = Operator(
     "the Mamba2 scan",
     Backend("mamba_ssm", "ssd.package_scan", ("cuda",)),
+    Backend("metaplastic", "ssd.metaplastic_scan", ("cuda", "xpu")),
     Backend("torch", "ssd.torch_scan", kernel=False),
 )
 
@@ -48,9 +50,9 @@ def mamba2_scan(
         C: [B, T, G, N] queries.
         initial_state: [B, H, P, N], one per document with `cu_seqlens`; zeros when None.
         cu_seqlens: [S + 1] starts of packed documents, then T; needs a batch of 1.
-        chunk_size: tokens a chunk, a power of two; at most 64 in torch.
+        chunk_size: tokens a chunk, a power of two; a backend's own choice when None; at most 64 in torch.
         backend: "auto" or a name of `MAMBA2_SCAN`. mamba-ssm's kernels take packed documents only without initial and
-            final states; "auto" falls back to torch for those.
+            final states; "auto" takes the next for those.
         final_state: False when the state is not needed, None is then returned for it.
 
     Returns:
@@ -63,7 +65,7 @@ def mamba2_scan(
     _check(x, dt, A, B, C, initial_state, cu_seqlens)
     packed_states = cu_seqlens is not None and (final_state or initial_state is not None)
     dtype = torch.float64 if compute_dtype(x, B, C) == torch.float64 else x.dtype
-    problem = SsdProblem(dtype, packed_states, exact=backend == "auto")
+    problem = SsdProblem(dtype, B.shape[3], packed_states, exact=backend == "auto")
     run = MAMBA2_SCAN.choose(backend, x.device, problem).scan
     y, state = run(x, dt, A, B, C, initial_state, cu_seqlens, chunk_size)
     return y.to(x.dtype), state if final_state else None
@@ -81,7 +83,7 @@ def mamba2_step(
         raise UsageError(
             f"state has shape {list(state.shape)} beside x {list(x.shape)}; expected [B, H, P, {B.shape[-1]}]."
         )
-    problem = SsdProblem(compute_dtype(x, B, C), one_token=True)
+    problem = SsdProblem(compute_dtype(x, B, C), B.shape[-1], one_token=True)
     return MAMBA2_SCAN.choose(backend, x.device, problem).step(x, dt, A, B, C, state)
 
 

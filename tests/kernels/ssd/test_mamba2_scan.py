@@ -8,7 +8,7 @@ import pytest
 import torch
 from palimpsa_surgery.base.errors import KernelUnavailableError, UsageError
 from palimpsa_surgery.kernels import backends
-from palimpsa_surgery.kernels.ssd import torch_scan
+from palimpsa_surgery.kernels.ssd import metaplastic_scan, torch_scan
 from palimpsa_surgery.kernels.ssd.mamba2_scan import MAMBA2_SCAN, mamba2_scan, mamba2_step
 from palimpsa_surgery.kernels.ssd.types import SsdProblem
 
@@ -215,7 +215,7 @@ def broken_package(error):
 def test_a_broken_mamba_ssm_never_stops_the_tool(monkeypatch, import_anew, imported, error):
     monkeypatch.setitem(sys.modules, "mamba_ssm", broken_package(error))
     imported["ssd.package_scan"] = import_anew("ssd.package_scan")
-    assert MAMBA2_SCAN.resolve("auto", "cuda", SsdProblem(torch.bfloat16)) == "torch"
+    assert MAMBA2_SCAN.resolve("auto", "cuda", SsdProblem(torch.bfloat16)) == "metaplastic"
     with pytest.raises(
         KernelUnavailableError, match=f"the Mamba2 scan cannot run on cuda by 'mamba_ssm': it cannot .* {error}"
     ):
@@ -226,7 +226,7 @@ def test_without_a_gpu_the_reason_says_so():
     with pytest.raises(KernelUnavailableError, match="cannot run on cpu by 'mamba_ssm': it runs on cuda, not on cpu"):
         MAMBA2_SCAN.resolve("mamba_ssm", "cpu")
     with pytest.raises(
-        UsageError, match="backend='fast' is unknown for the Mamba2 scan; expected auto, mamba_ssm, torch"
+        UsageError, match="backend='fast' is unknown for the Mamba2 scan; expected auto, mamba_ssm, metaplastic, torch"
     ):
         MAMBA2_SCAN.resolve("fast", "cpu")
 
@@ -310,7 +310,7 @@ def test_a_working_mamba_ssm_is_called_with_our_meaning(stand_in, relative):
 
 
 def test_packed_documents_on_mamba_ssm(stand_in, relative):
-    """Without states on its kernels; with states in torch, or a refusal where its kernels were asked for by name."""
+    """Without states on its kernels; with states on the next backend, or a refusal where they were asked for by name."""
     given = inputs(9, batch=1, rows=3)
     cu = torch.tensor([0, 2, 3, 9])
     args = [given[n] for n in NAMES[:5]]
@@ -330,7 +330,8 @@ def test_packed_documents_on_mamba_ssm(stand_in, relative):
     ("dtype", "precision", "how", "chosen"),
     [
         (torch.bfloat16, "highest", {}, "mamba_ssm"),
-        (torch.float32, "highest", {}, "torch"),
+        (torch.float32, "highest", {}, "metaplastic"),
+        (torch.float32, "highest", {"state_size": 512}, "torch"),
         (torch.float32, "high", {}, "mamba_ssm"),
         (torch.float32, "highest", {"exact": False}, "mamba_ssm"),
         (torch.float32, "highest", {"one_token": True}, "mamba_ssm"),
@@ -353,10 +354,10 @@ def test_a_backend_that_was_named_need_not_be_exact(monkeypatch, name, exact):
     real = MAMBA2_SCAN.choose
     monkeypatch.setattr(MAMBA2_SCAN, "choose", lambda *a: problems.append(a[2]) or real(*a))
     mamba2_scan(*(inputs(3)[n].float() for n in NAMES[:5]), backend=name)
-    assert problems == [SsdProblem(torch.float32, exact=exact)]
+    assert problems == [SsdProblem(torch.float32, 5, exact=exact)]
 
 
-@pytest.mark.parametrize(("precision", "chosen"), [("tf32", "mamba_ssm"), ("ieee", "torch")])
+@pytest.mark.parametrize(("precision", "chosen"), [("tf32", "mamba_ssm"), ("ieee", "metaplastic")])
 def test_the_newer_switch_of_tf32_is_understood(monkeypatch, package, precision, chosen):
     """The older question about it raises an error once this one was set."""
     package()
@@ -368,7 +369,7 @@ def test_required_kernels_say_how_fp32_gets_one(monkeypatch, package):
     package()
     monkeypatch.setattr(backends, "_required", True)
     with pytest.raises(KernelUnavailableError, match=r"TF32; torch\.set_float32_matmul_precision\('high'\) allows it"):
-        MAMBA2_SCAN.resolve("auto", "cuda", SsdProblem(torch.float32))
+        MAMBA2_SCAN.resolve("auto", "cuda", SsdProblem(torch.float32, state_size=512))
 
 
 def test_a_state_that_is_not_needed_is_not_given():
@@ -376,6 +377,67 @@ def test_a_state_that_is_not_needed_is_not_given():
     y, state = mamba2_scan(*(given[n] for n in NAMES[:5]), final_state=False)
     assert state is None
     assert torch.equal(y, mamba2_scan(*(given[n] for n in NAMES[:5]))[0])
+
+
+def by_metaplastic(x, dt, A, B, C, state, cu_seqlens=None):
+    """On a CPU that scan's own backends run it, in fp64 too."""
+    return metaplastic_scan.scan(x, dt, A, B, C, state, cu_seqlens, None)
+
+
+@pytest.mark.parametrize("lengths", [[130], [1] * 5, [1, 63, 2, 64]], ids=str)
+@pytest.mark.parametrize(("H", "G"), [(4, 1), (6, 3)])
+def test_an_importance_of_one_leaves_the_plain_scan(relative, lengths, H, G):
+    given = inputs(sum(lengths), batch=1, rows=len(lengths), H=H, G=G, decays=(-6, 2))
+    cu = torch.tensor([0, *lengths]).cumsum(0)
+    got, want = everything(by_metaplastic, given, cu_seqlens=cu), everything(loop, given, cu_seqlens=cu)
+    for a, b in zip(got, want, strict=True):
+        assert relative(a, b) < 1e-11
+
+
+def test_its_steps_continue_the_scan(relative):
+    given = inputs(9)
+    state, ys = given["state"].float(), []
+    for t in range(9):
+        x, dt, B, C = (given[n][:, t].float() for n in ("x", "dt", "B", "C"))
+        ys.append(metaplastic_scan.step(x, dt, given["A"].float(), B, C, state))
+    y, final = loop(**given)
+    assert relative(torch.stack(ys, 1), y) < 1e-5  # fp32
+    assert relative(state, final) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=str)
+@pytest.mark.parametrize("lengths", [[300], [100, 7, 193]], ids=str)
+def test_on_a_gpu_it_equals_the_torch_form(relative, dtype, limit, lengths):
+    given = inputs(300, P=64, N=128, batch=1, rows=len(lengths), decays=(-3, 0))
+    low = {n: (t.to(dtype) if n in "xBC" else t.float()).cuda() for n, t in given.items()}
+    cu = torch.tensor([0, *lengths], device="cuda").cumsum(0)
+
+    def run(backend):
+        x = {n: t.clone().requires_grad_() for n, t in low.items()}
+        args = [x[n] for n in NAMES[:5]]
+        y, state = mamba2_scan(*args, initial_state=x["state"], cu_seqlens=cu, backend=backend)
+        return y, state, *torch.autograd.grad(y.square().sum() + state.square().sum(), list(x.values()))
+
+    for a, b in zip(run("metaplastic"), run("torch"), strict=True):
+        assert a.dtype == b.dtype
+        assert relative(a, b) < limit
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_on_a_gpu_its_steps_equal_the_torch_form(relative):
+    given = {n: t.float().cuda() for n, t in inputs(3, P=64, N=128, decays=(-3, 0)).items()}
+    found = []
+    for backend in ("metaplastic", "torch"):
+        state, ys = given["state"].clone(), []
+        for t in range(3):
+            x, dt, B, C = (given[n][:, t].contiguous() for n in ("x", "dt", "B", "C"))
+            ys.append(mamba2_step(x, dt, given["A"], B, C, state, backend=backend))
+        found.append((torch.stack(ys), state))
+    for a, b in zip(*found, strict=True):
+        assert relative(a, b) < 1e-5  # fp32
 
 
 @pytest.mark.gpu
