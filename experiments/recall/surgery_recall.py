@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mqar
 from palimpsa_surgery.base.errors import UsageError
@@ -42,11 +43,11 @@ def _run(setting: Setting, place: Place, lr_of_source: float, unit: Unit) -> Run
     return run_once(place, NAME, setting, unit, partial(_train, setting, place, lr_of_source, *unit))
 
 
-def _train(setting: Setting, place: Place, lr_of_source: float, arm: str, lr: float, seed: int) -> Run:
-    source = place.out / mqar.MODELS / run_name(mqar.NAME, MAMBA2, lr_of_source, seed)
+def _train(setting: Setting, place: Place, lr_of_source: float, arm: str, lr: float, seed: int, **more: Any) -> Run:
+    source = place.models / run_name(mqar.NAME, MAMBA2, lr_of_source, seed)
     lr_new = lr * setting.new_lr_ratio
     model = start(setting, source, arm, seed)
-    how = {"steps": setting.surgery_steps, "stream": FURTHER, **place.training(run_name(NAME, arm, lr, seed))}
+    how = {"steps": setting.surgery_steps, "stream": FURTHER, **place.training(run_name(NAME, arm, lr, seed)), **more}
     found = train_and_test(model, setting, seed=seed, lr=lr, lr_new=lr_new, **how)
     return {"source": source.name, "lr_new": lr_new, **found}
 
