@@ -76,7 +76,8 @@ def sweep(
 ) -> None:
     """Each arm at each learning rate with the first seed, then at its best learning rate with the others.
 
-    The best is that of validation; every arm is given the same learning rates and the same seeds.
+    The best is that of validation; every arm is given the same learning rates and the same seeds. A single learning
+    rate leaves no choice, and all runs may be side by side.
 
     Args:
         arms: names.
@@ -89,6 +90,9 @@ def sweep(
         OutOfTimeError: the time was up before all were done.
         PalimpsaError: a run failed; the others are finished first.
     """
+    if len(lrs) == 1:
+        run_all([(arm, lrs[0], seed) for seed in seeds for arm in arms], run, place)
+        return
     tried = run_all([(arm, lr, seeds[0]) for lr in lrs for arm in arms], run, place)
     best = {arm: best_lr([found for found in tried if found["arm"] == arm]) for arm in arms}
     run_all([(arm, best[arm], seed) for seed in seeds[1:] for arm in arms], run, place)

@@ -151,6 +151,34 @@ def test_the_swapped_arm_starts_where_its_source_ended(out):
     torch.testing.assert_close(answers(swapped, batch), answers(plain, batch), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("arm", "layers", "groups", "starts_at_source"),
+    [
+        ("swapped_fast", [0, 1], 4, True),
+        ("swapped_first", [0], 4, True),
+        ("swapped_per_head", [0, 1], 1, True),
+        ("swapped_paper", [0, 1], 4, False),
+    ],
+)
+def test_arms_of_surgery_differ_in_layers_gates_and_start(out, arm, layers, groups, starts_at_source):
+    setting = dataclasses.replace(TINY, metaplastic={**TINY.metaplastic, "beta_groups": 4})
+    source = Place(out).models / mqar.run_name(mqar.NAME, MAMBA2, 0.01, 0)
+    model = surgery_recall.start(setting, source, arm, 0)
+    assert (model.config.palimpsa_layers, model.config.beta_groups) == (layers, groups)
+    scales = [model.backbone.layers[layer].mixer.metaplasticity.scale() for layer in layers]
+    assert (float(torch.cat(scales).max()) < 1e-2) == starts_at_source
+
+
+def test_what_surgery_added_gets_the_learning_rate_of_the_arm(out, tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(surgery_recall, "train_and_test", lambda model, setting, **how: given.append(how) or {})
+    for arm in (surgery_recall.UNSWAPPED, surgery_recall.SWAPPED, "swapped_fast"):
+        place = Place(tmp_path, work=out)
+        found = surgery_recall._train(TINY, place, 0.01, arm, 1e-3, 0, on_record=None)
+        assert found["lr_new"] == given[-1]["lr_new"]
+    assert [how["lr_new"] for how in given] == pytest.approx([1e-3, 1e-3, 1e-2])
+
+
 def test_finished_runs_are_not_repeated(out, monkeypatch):
     times = {path: path.stat().st_mtime_ns for path in out.glob("*.json")}
     missing = out / "mqar-mamba2-lr0.01-seed0.json"
@@ -212,6 +240,13 @@ def test_the_sweep_gives_both_arms_the_same_and_the_best_rate_every_seed(tmp_pat
     recall_runs.sweep(("a", "b"), (0.1, 0.2), (5, 6, 7), run, Place(tmp_path))
     assert sorted(done[:4]) == [("a", 0.1, 5), ("a", 0.2, 5), ("b", 0.1, 5), ("b", 0.2, 5)]
     assert sorted(done[4:]) == [("a", 0.2, 6), ("a", 0.2, 7), ("b", 0.1, 6), ("b", 0.1, 7)]
+
+
+def test_a_single_rate_leaves_no_choice_and_all_runs_are_begun_at_once(tmp_path, monkeypatch):
+    begun = []
+    monkeypatch.setattr(recall_runs, "run_all", lambda units, run, place: begun.append(list(units)))
+    recall_runs.sweep(("a", "b"), (0.1,), (5, 6), None, Place(tmp_path))
+    assert begun == [[("a", 0.1, 5), ("b", 0.1, 5), ("a", 0.1, 6), ("b", 0.1, 6)]]
 
 
 def test_runs_of_another_setting_are_refused(out):
