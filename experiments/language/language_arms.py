@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from palimpsa_surgery.base.errors import UsageError
@@ -83,7 +83,7 @@ class Preset:
         eval_length, eval_tokens: windows of held-out text for the losses by position, and how much of it.
         dev_windows: of `seq_len` tokens, which choose the learning rate.
         probe_lengths, probe_pairs, probe_trials: of recall and needle.
-        probed: variants that recall and needle are measured of, beside the source.
+        probed: variants that recall and needle are measured of, beside the source; none, and not the source either.
         ablated: variants whose loss is also measured with metaplasticity switched off after training, first seed.
         measure_tokens: for windows and calibration.
         device: cpu or cuda.
@@ -166,6 +166,14 @@ PRESETS: dict[str, Preset] = {
         changes={"data.packing": "stream"},
     ),
 }
+PRESETS["gpu-short"] = replace(
+    PRESETS["gpu"],
+    note="the same in some minutes: 64 steps, no probes",
+    tokens=64 * 65536,
+    micro_batch_size=4,
+    probed=(),
+    ablated=(MAIN,),
+)
 
 
 def lr_new_of(preset: Preset, arm: Arm) -> float:

@@ -164,7 +164,7 @@ def run_source(experiment: Experiment) -> ArmResult:
     """Measures the source as it is; see `run_arm`."""
     started = time.perf_counter()
     values = _facts(experiment, Arm(SOURCE, 0.0, 0)) | {"arm": SOURCE}
-    values |= _after(experiment, experiment.checkpoint, experiment.profile, probed=True)
+    values |= _after(experiment, experiment.checkpoint, experiment.profile, probed=bool(experiment.preset.probed))
     return _written(experiment, values, started)
 
 

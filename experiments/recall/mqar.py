@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from recall_presets import MAMBA2, PALIMPSA, PALIMPSA_D, PER_CHANNEL, PER_HEAD, Setting
 from recall_report import Run
@@ -16,8 +17,6 @@ from recall_runs import Place, Unit, run_main, run_name, run_once, sweep
 from recall_training import TRAIN, build_model, train_and_test
 
 NAME = "mqar"
-MODELS = "models"
-"""Folder of the trained Mamba2 models, the sources of `surgery_recall`."""
 
 
 def train_all(setting: Setting, place: Place, arms: Sequence[str] = (MAMBA2, PALIMPSA)) -> None:
@@ -29,12 +28,12 @@ def _run(setting: Setting, place: Place, unit: Unit) -> Run:
     return run_once(place, NAME, setting, unit, partial(_train, setting, place, *unit))
 
 
-def _train(setting: Setting, place: Place, arm: str, lr: float, seed: int) -> Run:
+def _train(setting: Setting, place: Place, arm: str, lr: float, seed: int, **more: Any) -> Run:
     model, name = build_model(setting, arm, seed), run_name(NAME, arm, lr, seed)
-    how = {"steps": setting.steps, "stream": TRAIN, **place.training(name)}
+    how = {"steps": setting.steps, "stream": TRAIN, **place.training(name), **more}
     found = train_and_test(model, setting, seed=seed, lr=lr, lr_new=lr, **how)
     if arm == MAMBA2:
-        model.to("cpu").save_pretrained(place.out / MODELS / name)
+        model.to("cpu").save_pretrained(place.models / name)
     return found
 
 

@@ -25,7 +25,7 @@ HALF = 0.5
 """Validation accuracy that tells when a model has begun to recall: what guessing among the values gives is far less."""
 
 
-def report(experiment: str, arms: Sequence[str], runs: Sequence[Run], out: Path) -> None:
+def report(experiment: str, arms: Sequence[str], runs: Sequence[Run], out: Path, partial: Sequence[Run] = ()) -> None:
     """Writes `EXPERIMENT.md`, `.csv` and the plots into `out`.
 
     Args:
@@ -33,6 +33,7 @@ def report(experiment: str, arms: Sequence[str], runs: Sequence[Run], out: Path)
         arms: the control, then what is compared with it; those without runs are left out. Plots show the first two.
         runs: what the files of the runs hold.
         out: folder.
+        partial: runs that were cut: listed, and counted nowhere.
     """
     chosen = {arm: best_runs(runs, arm) for arm in arms if any(run["arm"] == arm for run in runs)}
     parts = [
@@ -40,6 +41,8 @@ def report(experiment: str, arms: Sequence[str], runs: Sequence[Run], out: Path)
         f"Test accuracy at each arm's best learning rate\n\n{_task_table(chosen)}",
         f"Heads: windows in tokens before and after training, importance of synapses after it\n\n{_head_table(chosen)}",
     ]
+    if partial:
+        parts.append(f"Cut before their end, and counted nowhere above\n\n{_cut_table(partial)}")
     write_text(out / f"{experiment}.md", "\n\n".join(parts) + "\n")
     write_text(out / f"{experiment}.csv", _csv(runs))
     shown = dict(list(chosen.items())[:2])
@@ -111,13 +114,30 @@ def _lr_table(runs: Sequence[Run], chosen: dict[str, list[Run]]) -> str:
     for arm, best in chosen.items():
         for lr in sorted({run["lr"] for run in runs if run["arm"] == arm}):
             own = [run for run in runs if run["arm"] == arm and run["lr"] == lr]
-            speed = mean(1000 * run["training_seconds"] / run["records"][-1]["step"] for run in own)
+            speed = mean(map(_ms_per_step, own))
             figures = [over_seeds([f(run) for run in own]) for f in (lambda r: validation(r, 0), validation, _test)]
             mark = "chosen" if lr == best[0]["lr"] else ""
             rows.append([arm, f"{lr:g}", len(own), *map(_text, figures), _half_way(own), f"{speed:.0f}", mark])
     heads = ["arm", "learning rate", "seeds", "validation before, %", "after, %", "test mean, %"]
     heads += [f"steps to {100 * HALF:.0f} % validation", "ms per step", ""]
     return _markdown(heads, rows)
+
+
+def _ms_per_step(run: Run) -> float:
+    """Milliseconds a step; without those up to the first record, in which kernels are compiled, where files tell."""
+    _, *records = run["records"]
+    if len(records) > 1 and "seconds" in records[0]:
+        seconds, steps = (records[-1][key] - records[0][key] for key in ("seconds", "step"))
+        return 1000 * seconds / steps
+    return 1000 * run["training_seconds"] / records[-1]["step"]
+
+
+def _cut_table(runs: Sequence[Run]) -> str:
+    rows = []
+    for run in runs:
+        last = run["records"][-1]
+        rows.append([run["arm"], f"{run['lr']:g}", run["seed"], last["step"], f"{100 * validation(run):.1f}"])
+    return _markdown(["arm", "learning rate", "seed", "step", "validation, %"], rows)
 
 
 def _half_way(runs: Sequence[Run]) -> str:

@@ -29,6 +29,9 @@ def run_name(experiment: str, arm: str, lr: float, seed: int) -> str:
     return f"{experiment}-{arm}-lr{lr:g}-seed{seed}"
 
 
+PARTIAL = ".partial.json"
+"""Ending of the file of a run on its way."""
+
 Unit = tuple[str, float, int]
 """A run: arm, learning rate, seed."""
 
@@ -39,6 +42,7 @@ class Place:
 
     Attributes:
         out: folder of their files.
+        work: folder of what is larger: trained Mamba2 models, runs on their way; that of the files when None.
         device: "cpu" or "cuda".
         until: `time.monotonic()` from which on nothing further is begun; runs on their way are kept and go on later.
         jobs: runs side by side, each in a process of its own when more than one.
@@ -50,10 +54,16 @@ class Place:
     until: float = math.inf
     jobs: int = 1
     workers: int = 0
+    work: Path | None = None
+
+    @property
+    def models(self) -> Path:
+        """Folder of the trained Mamba2 models, the sources of `surgery_recall`."""
+        return (self.work or self.out) / "models"
 
     def training(self, name: str) -> dict[str, Any]:
         """What `train_and_test` needs of it for the run `name`."""
-        keep = self.out / f"{name}.partial.pt"
+        keep = (self.work or self.out) / f"{name}.partial.pt"
         return {"device": self.device, "keep": keep, "until": self.until, "workers": self.workers}
 
 
@@ -66,7 +76,8 @@ def sweep(
 ) -> None:
     """Each arm at each learning rate with the first seed, then at its best learning rate with the others.
 
-    The best is that of validation; every arm is given the same learning rates and the same seeds.
+    The best is that of validation; every arm is given the same learning rates and the same seeds. A single learning
+    rate leaves no choice, and all runs may be side by side.
 
     Args:
         arms: names.
@@ -79,6 +90,9 @@ def sweep(
         OutOfTimeError: the time was up before all were done.
         PalimpsaError: a run failed; the others are finished first.
     """
+    if len(lrs) == 1:
+        run_all([(arm, lrs[0], seed) for seed in seeds for arm in arms], run, place)
+        return
     tried = run_all([(arm, lr, seeds[0]) for lr in lrs for arm in arms], run, place)
     best = {arm: best_lr([found for found in tried if found["arm"] == arm]) for arm in arms}
     run_all([(arm, best[arm], seed) for seed in seeds[1:] for arm in arms], run, place)
@@ -97,8 +111,10 @@ def run_all(units: Sequence[Unit], run: Callable[[Unit], Run], place: Place) -> 
         return [future.result() for future in futures]
 
 
-def run_once(place: Place, experiment: str, setting: Setting, unit: Unit, train: Callable[[], Run]) -> Run:
+def run_once(place: Place, experiment: str, setting: Setting, unit: Unit, train: Callable[..., Run]) -> Run:
     """Trains and writes the run's file, unless it is there already; gives what it holds.
+
+    Until the run is done, `NAME.partial.json` holds its records, so that one that is cut says how far it came.
 
     Raises:
         UsageError: the file is of another setting.
@@ -115,8 +131,14 @@ def run_once(place: Place, experiment: str, setting: Setting, unit: Unit, train:
     if time.monotonic() >= place.until:
         raise OutOfTimeError(f"{path.stem}: not begun, the time is up; the same command goes on from here")
     head = {"schema_version": 1, "experiment": experiment, "arm": arm, "lr": lr, "seed": seed}
-    run = {**head, **train(), "setting": setting.of_a_run()}
+    partial = path.with_suffix(PARTIAL)
+
+    def keep(records: list[dict[str, Any]]) -> None:
+        write_json(partial, {**head, "records": records, "setting": setting.of_a_run()})
+
+    run = {**head, **train(on_record=keep), "setting": setting.of_a_run()}
     write_json(path, run)
+    partial.unlink(missing_ok=True)
     accuracy = sum(task["accuracy"] for task in run["test"].values()) / len(run["test"])
     logger.info("%s: test accuracy %.3f, %.0f s of training", path.stem, accuracy, run["training_seconds"])
     return run
@@ -128,12 +150,17 @@ def read_runs(out: Path, experiment: str) -> list[Run]:
     Raises:
         UsageError: there is none, or they are not all of one setting.
     """
-    runs = [load_json(path) for path in sorted(out.glob(f"{experiment}-*-seed*.json"))]
+    runs = [load_json(path) for path in sorted(out.glob(f"{experiment}-*-seed*[0-9].json"))]
     if not runs:
         raise UsageError(f"{out.name}: has no run of {experiment}; train first, without --report")
     if any(run["setting"] != runs[0]["setting"] for run in runs):
         raise UsageError(f"{out.name}: has runs of {experiment} of different settings; keep those of one")
     return runs
+
+
+def read_partial(out: Path, experiment: str) -> list[Run]:
+    """What is known of the runs that are not done."""
+    return [load_json(path) for path in sorted(out.glob(f"{experiment}-*-seed*{PARTIAL}"))]
 
 
 def run_main(
@@ -149,8 +176,11 @@ def run_main(
     parser.add_argument("-o", "--out", type=Path, required=True, help="folder of the runs, tables and plots")
     parser.add_argument("--arms", nargs="+", choices=arms, default=arms[:2], help="default: %(default)s")
     parser.add_argument("--lrs", nargs="+", type=float, help="learning rates instead of the preset's")
+    parser.add_argument("--seeds", nargs="+", type=int, help="seeds instead of the preset's")
     parser.add_argument("--steps", type=int, help="steps from scratch instead of the preset's")
+    parser.add_argument("--surgery-steps", type=int, help="steps of the further training instead of the preset's")
     parser.add_argument("--state-size", type=int, help="state size of every layer instead of the preset's")
+    parser.add_argument("--work", type=Path, help="folder of models and of runs on their way; default: that of -o")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side on the device")
     parser.add_argument("--workers", type=int, default=0, help="processes that make sequences, for each run")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop then; the same command goes on later")
@@ -159,17 +189,20 @@ def run_main(
     options = parser.parse_args(argv)
     setup_logging()
     if not options.report:
-        setting = PRESETS[options.preset]
-        if options.lrs:
-            setting = replace(setting, lrs=tuple(options.lrs), surgery_lrs=tuple(options.lrs))
-        if options.steps:
-            setting = replace(setting, steps=options.steps)
-        if options.state_size:
-            setting = replace(setting, model={**setting.model, "state_size": options.state_size})
+        setting = _asked(PRESETS[options.preset], options)
         until = time.monotonic() + 60 * options.minutes
         try:
-            place = Place(options.out, options.device, until, options.jobs, options.workers)
+            place = Place(options.out, options.device, until, options.jobs, options.workers, options.work)
             train(setting, place, options.arms)
         except OutOfTimeError as error:
             logger.warning("%s", error)
-    report(experiment, arms, read_runs(options.out, experiment), options.out)
+    report(experiment, arms, read_runs(options.out, experiment), options.out, read_partial(options.out, experiment))
+
+
+def _asked(setting: Setting, options: argparse.Namespace) -> Setting:
+    """The preset with what the command line says instead."""
+    model = {**setting.model, "state_size": options.state_size} if options.state_size else None
+    lists = {"lrs": options.lrs, "surgery_lrs": options.lrs, "seeds": options.seeds}
+    changes = {key: tuple(value) for key, value in lists.items() if value}
+    changes |= {"steps": options.steps, "surgery_steps": options.surgery_steps, "model": model}
+    return replace(setting, **{key: value for key, value in changes.items() if value})

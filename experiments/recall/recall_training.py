@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import multiprocessing
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from palimpsa_surgery.surgery.measure.forgetting import ForgettingSums, measure_
 from palimpsa_surgery.surgery.measure.profile import LayerProfile
 from recall_presets import MAMBA2, PALIMPSA_D, PER_CHANNEL, PER_HEAD, Setting
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 LAYERS = 2
 TRAIN, FURTHER, VALIDATION, TEST = range(4)
@@ -63,23 +62,16 @@ def answers(model: nn.Module, batch: RecallBatch, autocast: bool = False) -> Ten
         return model.get_output_embeddings()(hidden.gather(1, where)).float()
 
 
-def draw(setting: Setting, stream: int, seed: int, step: int) -> tuple[np.ndarray, ...]:
-    """The training sequences of a step: they depend on nothing but these, so a run may go on anywhere."""
-    task = setting.train[step % len(setting.train)]
-    generator = np.random.default_rng([stream, seed, step])
-    batch = recall_batch(task, setting.vocab, setting.step_tokens // task.length, generator)
-    return tuple(tensor.numpy() for tensor in batch)
+class Sequences(Dataset[RecallBatch]):
+    """The training sequences of each step: they depend on nothing but these numbers, so a run may go on anywhere."""
 
+    def __init__(self, setting: Setting, stream: int, seed: int) -> None:
+        self.setting, self.stream, self.seed = setting, stream, seed
 
-@contextlib.contextmanager
-def drawn(setting: Setting, stream: int, seed: int, steps: range, workers: int) -> Iterator[Iterator[Any]]:
-    """The batches of `steps`, in order, made by as many processes (0: by this one)."""
-    make = partial(draw, setting, stream, seed)
-    if not workers:
-        yield map(make, steps)
-        return
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        yield pool.imap(make, steps, chunksize=4)
+    def __getitem__(self, step: int) -> RecallBatch:
+        task = self.setting.train[step % len(self.setting.train)]
+        generator = np.random.default_rng([self.stream, self.seed, step])
+        return recall_batch(task, self.setting.vocab, self.setting.step_tokens // task.length, generator)
 
 
 def train_and_test(
@@ -95,6 +87,7 @@ def train_and_test(
     keep: Path | None = None,
     until: float = math.inf,
     workers: int = 0,
+    on_record: Callable[[list[dict[str, Any]]], None] | None = None,
 ) -> dict[str, Any]:
     """Trains in place, on equal sequences for equal `seed` and `stream`.
 
@@ -110,10 +103,11 @@ def train_and_test(
         keep: where a run is kept on its way, with every record, and gone on from; removed at the end.
         until: `time.monotonic()` from which on no further record is begun.
         workers: processes that make sequences.
+        on_record: is given the records so far, after each.
 
     Returns:
-        What a run's file holds: `records` on the way, `windows` of every head before and after, `test` accuracies,
-        times.
+        What a run's file holds: `records` on the way with the seconds of training so far, `windows` of every head
+        before and after, `test` accuracies, times.
 
     Raises:
         TrainingError: a loss or a gradient is not finite.
@@ -129,27 +123,29 @@ def train_and_test(
         optimizer.load_state_dict(kept["optimizer"])
         first, seconds, before, records = kept["step"], kept["seconds"], kept["before"], kept["records"]
     else:
-        before, records = windows(model, setting), [look(model, setting, 0, None, device)]
+        before, records = windows(model, setting), [{"seconds": 0.0, **look(model, setting, 0, None, device)}]
     moments = {round(steps * (index + 1) / setting.records) for index in range(setting.records)}
     # On a CPU the time that the process computes: that of the wall depends on what else runs there.
     clock = time.process_time if device == "cpu" else time.perf_counter
-    losses = []
-    with drawn(setting, stream, seed, range(first, steps), workers) as batches:
+    ahead = range(first, steps)
+    batches = DataLoader(Sequences(setting, stream, seed), batch_size=None, sampler=ahead, num_workers=workers)
+    losses, started = [], clock()
+    for step, batch in zip(ahead, batches, strict=True):
+        losses.append(_step(model, optimizer, _to(batch, device), step, recipe, setting.autocast))
+        if step + 1 not in moments:
+            continue
+        seconds += clock() - started
+        seen = look(model, setting, step + 1, float(torch.stack(losses).mean()), device)
+        records.append({"seconds": round(seconds, 2), **seen})
+        losses = []
+        if keep is not None:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
+            _keep({**state, "seconds": seconds, "before": before, "records": records}, keep)
+        if on_record is not None:
+            on_record(records)
+        if step + 1 < steps and time.monotonic() >= until:
+            raise OutOfTimeError(f"step {step + 1} of {steps}: the time is up; the same command goes on from here")
         started = clock()
-        for step, arrays in zip(range(first, steps), batches, strict=True):
-            batch = _to(RecallBatch(*map(torch.from_numpy, arrays)), device)
-            losses.append(_step(model, optimizer, batch, step, recipe, setting.autocast))
-            if step + 1 not in moments:
-                continue
-            seconds += clock() - started
-            records.append(look(model, setting, step + 1, float(torch.stack(losses).mean()), device))
-            losses = []
-            if keep is not None:
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
-                _keep({**state, "seconds": seconds, "before": before, "records": records}, keep)
-            if step + 1 < steps and time.monotonic() >= until:
-                raise OutOfTimeError(f"step {step + 1} of {steps}: the time is up; the same command goes on from here")
-            started = clock()
     found = {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "training_seconds": round(seconds, 2),

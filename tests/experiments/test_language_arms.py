@@ -26,7 +26,7 @@ BEST = {CONTROL: 1e-3, MAIN: 3e-4}
 
 def test_a_preset_that_does_not_exist_names_those_that_do():
     assert find_preset("cpu") is PRESETS["cpu"]
-    with pytest.raises(UsageError, match="--preset tpu: there is no such preset; choose one of gpu, cpu"):
+    with pytest.raises(UsageError, match="--preset tpu: there is no such preset; choose one of gpu, cpu, gpu-short"):
         find_preset("tpu")
 
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+from pathlib import Path
 
 import mqar
 import numpy as np
@@ -39,6 +41,13 @@ TINY = dataclasses.replace(
     surgery_lrs=(1e-3,),
     surgery_steps=2,
 )
+
+
+def without_times(run):
+    """What is the same when a run is repeated; where it ran is left out, too."""
+    records = [{key: value for key, value in record.items() if key != "seconds"} for record in run["records"]]
+    kept = {key: value for key, value in run.items() if key not in ("training_seconds", "environment")}
+    return {**kept, "records": records}
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +113,7 @@ def test_training_moves_every_parameter_and_repeats_exactly(arm):
         found = train_and_test(model, TINY, seed=0, lr=1e-2, lr_new=1e-2, steps=2, stream=TRAIN, device="cpu")
         still = [name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])]
         assert still == []
-        results.append({key: value for key, value in found.items() if key != "training_seconds"})
+        results.append(without_times(found))
     assert results[0] == results[1]
 
 
@@ -135,11 +144,39 @@ def test_the_swapped_arm_starts_where_its_source_ended(out):
         run = json.loads((out / f"surgery_recall-{arm}-lr0.001-seed0.json").read_text())
         end = json.loads((out / f"{run['source']}.json").read_text())["records"][-1]["validation"]
         assert run["records"][0]["validation"] == end
-    swapped = surgery_recall.start(TINY, out / mqar.MODELS / source, surgery_recall.SWAPPED, 0)
-    plain = surgery_recall.start(TINY, out / mqar.MODELS / source, surgery_recall.UNSWAPPED, 0)
+    swapped = surgery_recall.start(TINY, Place(out).models / source, surgery_recall.SWAPPED, 0)
+    plain = surgery_recall.start(TINY, Place(out).models / source, surgery_recall.UNSWAPPED, 0)
     batch = recall_batch(Task(16, 3), TINY.vocab, 4, np.random.default_rng(0))
     assert swapped.config.palimpsa_layers == [0, 1]
     torch.testing.assert_close(answers(swapped, batch), answers(plain, batch), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arm", "layers", "groups", "starts_at_source"),
+    [
+        ("swapped_fast", [0, 1], 4, True),
+        ("swapped_first", [0], 4, True),
+        ("swapped_per_head", [0, 1], 1, True),
+        ("swapped_paper", [0, 1], 4, False),
+    ],
+)
+def test_arms_of_surgery_differ_in_layers_gates_and_start(out, arm, layers, groups, starts_at_source):
+    setting = dataclasses.replace(TINY, metaplastic={**TINY.metaplastic, "beta_groups": 4})
+    source = Place(out).models / mqar.run_name(mqar.NAME, MAMBA2, 0.01, 0)
+    model = surgery_recall.start(setting, source, arm, 0)
+    assert (model.config.palimpsa_layers, model.config.beta_groups) == (layers, groups)
+    scales = [model.backbone.layers[layer].mixer.metaplasticity.scale() for layer in layers]
+    assert (float(torch.cat(scales).max()) < 1e-2) == starts_at_source
+
+
+def test_what_surgery_added_gets_the_learning_rate_of_the_arm(out, tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(surgery_recall, "train_and_test", lambda model, setting, **how: given.append(how) or {})
+    for arm in (surgery_recall.UNSWAPPED, surgery_recall.SWAPPED, "swapped_fast"):
+        place = Place(tmp_path, work=out)
+        found = surgery_recall._train(TINY, place, 0.01, arm, 1e-3, 0, on_record=None)
+        assert found["lr_new"] == given[-1]["lr_new"]
+    assert [how["lr_new"] for how in given] == pytest.approx([1e-3, 1e-3, 1e-2])
 
 
 def test_finished_runs_are_not_repeated(out, monkeypatch):
@@ -149,7 +186,7 @@ def test_finished_runs_are_not_repeated(out, monkeypatch):
     missing.unlink()
     mqar.train_all(TINY, Place(out))
     again = json.loads(missing.read_text())
-    assert {**again, "training_seconds": 0} == {**text, "training_seconds": 0}
+    assert without_times(again) == without_times(text)
     assert all(path.stat().st_mtime_ns == time for path, time in times.items() if path != missing)
     monkeypatch.setattr(mqar, "train_and_test", None)
     mqar.train_all(TINY, Place(out))
@@ -159,7 +196,7 @@ def test_finished_runs_are_not_repeated(out, monkeypatch):
 def test_a_run_that_is_cut_goes_on_as_if_it_had_not_been(out, tmp_path, monkeypatch):
     setting = dataclasses.replace(TINY, steps=6, records=3)
     mqar.train_all(setting, Place(tmp_path / "whole"), (PALIMPSA,))
-    cut = Place(tmp_path / "cut", until=0.0, jobs=1)
+    cut = Place(tmp_path / "cut", until=0.0, work=tmp_path / "work")
     name, seen = "mqar-palimpsa-lr0.01-seed0", []
     with pytest.raises(OutOfTimeError, match=f"{name}: not begun, the time is up"):
         mqar.train_all(setting, cut, (PALIMPSA,))
@@ -167,16 +204,21 @@ def test_a_run_that_is_cut_goes_on_as_if_it_had_not_been(out, tmp_path, monkeypa
     monkeypatch.setattr(recall_runs.time, "monotonic", lambda: seen.append(next(clock)) or seen[-1])
     with pytest.raises(OutOfTimeError, match=r"step 2 of 6: the time is up; the same command goes on"):
         mqar.train_all(setting, cut, (PALIMPSA,))
-    assert [path.name for path in cut.out.iterdir()] == [f"{name}.partial.pt"]
+    assert [path.name for path in cut.work.iterdir()] == [f"{name}.partial.pt"]
+    (known,) = recall_runs.read_partial(cut.out, mqar.NAME)
+    assert [path.name for path in cut.out.iterdir()] == [f"{name}.partial.json"]
+    assert ([record["step"] for record in known["records"]], known["lr"]) == ([0, 2], 0.01)
+    with pytest.raises(UsageError, match="has no run of mqar"):
+        recall_runs.read_runs(cut.out, mqar.NAME)
     monkeypatch.undo()
-    mqar.train_all(setting, Place(cut.out, jobs=2, workers=1), (PALIMPSA,))
-    assert {path.suffix for path in cut.out.iterdir()} == {".json"}
+    mqar.train_all(setting, dataclasses.replace(cut, until=math.inf, jobs=2, workers=1), (PALIMPSA,))
+    assert list(cut.work.iterdir()) == []
+    assert {path.name for path in cut.out.iterdir()} == {f"mqar-palimpsa-lr0.01-seed{seed}.json" for seed in TINY.seeds}
     for seed in TINY.seeds:
         runs = [
             json.loads((tmp_path / x / f"mqar-palimpsa-lr0.01-seed{seed}.json").read_text()) for x in ("whole", "cut")
         ]
-        first, second = ({k: v for k, v in run.items() if k not in ("training_seconds", "environment")} for run in runs)
-        assert first == second
+        assert without_times(runs[0]) == without_times(runs[1])
 
 
 def test_a_wider_sweep_keeps_the_runs_that_are_done(out, monkeypatch):
@@ -198,6 +240,13 @@ def test_the_sweep_gives_both_arms_the_same_and_the_best_rate_every_seed(tmp_pat
     recall_runs.sweep(("a", "b"), (0.1, 0.2), (5, 6, 7), run, Place(tmp_path))
     assert sorted(done[:4]) == [("a", 0.1, 5), ("a", 0.2, 5), ("b", 0.1, 5), ("b", 0.2, 5)]
     assert sorted(done[4:]) == [("a", 0.2, 6), ("a", 0.2, 7), ("b", 0.1, 6), ("b", 0.1, 7)]
+
+
+def test_a_single_rate_leaves_no_choice_and_all_runs_are_begun_at_once(tmp_path, monkeypatch):
+    begun = []
+    monkeypatch.setattr(recall_runs, "run_all", lambda units, run, place: begun.append(list(units)))
+    recall_runs.sweep(("a", "b"), (0.1,), (5, 6), None, Place(tmp_path))
+    assert begun == [[("a", 0.1, 5), ("b", 0.1, 5), ("a", 0.1, 6), ("b", 0.1, 6)]]
 
 
 def test_runs_of_another_setting_are_refused(out):
@@ -223,7 +272,8 @@ def test_the_command_reports_from_the_files(out, experiment):
 def test_the_command_line_chooses_preset_arms_rates_and_steps(tmp_path):
     asked = []
     arguments = ["--preset", "gpu", "-o", str(tmp_path), "--lrs", "0.1", "0.2", "--steps", "7", "--arms", "c"]
-    arguments += ["--state-size", "16", "--jobs", "3", "--workers", "2"]
+    arguments += ["--state-size", "16", "--jobs", "3", "--workers", "2", "--work", "w"]
+    arguments += ["--seeds", "4", "5", "--surgery-steps", "8"]
     for argv in (arguments, ["-o", str(tmp_path), "--device", "cpu"]):
         with pytest.raises(UsageError, match="has no run of x"):
             recall_runs.run_main("x", ("a", "b", "c"), lambda *given: asked.append(given), "about", argv)
@@ -231,6 +281,12 @@ def test_the_command_line_chooses_preset_arms_rates_and_steps(tmp_path):
     assert (setting.vocab, setting.lrs, setting.surgery_lrs, setting.steps) == (8192, (0.1, 0.2), (0.1, 0.2), 7)
     assert (place.out, list(arms), plain.device, first_two) == (tmp_path, ["c"], "cpu", ("a", "b"))
     assert (setting.model["state_size"], place.jobs, place.workers, plain.jobs) == (16, 3, 2, 1)
+    assert (setting.seeds, setting.surgery_steps, place.models, plain.models.parent) == (
+        (4, 5),
+        8,
+        Path("w", "models"),
+        tmp_path,
+    )
     assert usual == PRESETS["cpu"]
 
 

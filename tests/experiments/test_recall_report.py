@@ -114,3 +114,19 @@ def test_one_arm_alone_is_reported_without_differences(tmp_path):
     report("mqar", ARMS, [run for run in RUNS if run["arm"] == "mamba2"], tmp_path)
     assert cells(tmp_path, "| 8 | 2")[3:] == ["30.0 ± 10.0"]
     assert not (tmp_path / "mqar-importance.png").exists()
+
+
+def test_runs_that_were_cut_are_listed_and_counted_nowhere(page, tmp_path):
+    cut = {key: value for key, value in run_of("mamba2", 0.5, 3, 0.9, 0.9).items() if key != "test"}
+    report("mqar", ARMS, RUNS, tmp_path, [cut])
+    before, after = (folder.joinpath("mqar.md").read_text() for folder in (page, tmp_path))
+    assert after.startswith(before.rstrip())
+    assert cells(tmp_path, "| mamba2 | 0.5")[2:] == ["3", "50", "90.0"]
+
+
+def test_the_time_of_a_step_leaves_out_the_first_record_where_files_tell(page, tmp_path):
+    assert cells(page, "| mamba2 | 0.01 ")[-2] == "40"
+    run = run_of("mamba2", 0.01, 0, 0.5, 0.2)
+    timed = [{**run["records"][1], "step": step, "seconds": seconds} for step, seconds in ((0, 0), (50, 90), (150, 93))]
+    report("mqar", ARMS, [{**run, "records": timed}], tmp_path)
+    assert cells(tmp_path, "| mamba2 | 0.01 ")[-2] == "30"
