@@ -22,12 +22,14 @@ loftq, lora_ga) take something out of the base first, which only PEFT does again
 
 class AdapterSource(StrictModel):
     """Which model an adapter belongs to: its Hub id or folder name, its fingerprint, its swapped layers, the sha256 of
-    its weights files (earlier releases did not write them)."""
+    its weights files, and what the product of its low-rank matrices was multiplied with in training (earlier releases
+    wrote neither of the two)."""
 
     base: str
     fingerprint: str
     palimpsa_layers: tuple[int, ...]
     weights: tuple[str, ...] = ()
+    scale: float | None = None
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:

@@ -7,7 +7,8 @@ beside the low-rank matrices; `adapter_source.json` says which base it belongs t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from ...base.files import (
 from ...base.schemas import read_model, write_model
 from ...surgery.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ...surgery.checkpoint.dtypes import STORED, dtype_of
+from ...surgery.checkpoint.keymap import strip_wrappers
 from ...surgery.checkpoint.tokenizer import with_tokenizer
 from ...surgery.families.mamba2 import EMBEDDING
 from .adapter_files import (
@@ -39,18 +41,13 @@ from .adapter_files import (
     read_adapter_config,
     read_adapter_tensors,
 )
+from .adapter_settings import LoraSettings, lora_settings
 from .recipe import Recipe, dump_recipe, load_recipe
 from .saving import keep_own, save_tensors
 
 logger = logging.getLogger(__name__)
 
 _PREFIX = "base_model.model."
-_NOT_PLAIN = (
-    *("use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "lora_bias", "use_qalora", "use_bdlora"),
-    *("layer_replication", "target_parameters", "trainable_token_indices", "alora_invocation_tokens"),
-    *("arrow_config", "kasa_config", "monteclora_config"),
-)
-"""Settings of PEFT under which a weight is not base + scale * (B @ A)."""
 
 
 def save_adapter(
@@ -67,7 +64,13 @@ def save_adapter(
     """
     from peft import get_peft_model_state_dict
 
-    state = get_peft_model_state_dict(peft_model, state_dict=trained)
+    # PEFT asks for the whole of each new module; a prior that does not train is the base's.
+    frozen = {
+        strip_wrappers(name): checkpoint.load(_base_name(strip_wrappers(name)))
+        for name, parameter in peft_model.named_parameters()
+        if ".modules_to_save." in name and not parameter.requires_grad
+    }
+    state = get_peft_model_state_dict(peft_model, state_dict={**frozen, **trained})
     config = peft_model.peft_config["default"]
     config.base_model_name_or_path = checkpoint.source_id
     with output_folder(out, force=True) as folder:
@@ -75,13 +78,15 @@ def save_adapter(
         config.save_pretrained(folder)
         # PEFT writes sets in any order; the same adapter should be the same file.
         settings = load_json(folder / CONFIG)
-        settings["target_modules"] = sorted(settings["target_modules"])
+        if isinstance(settings["target_modules"], list):  # a regular expression is one text
+            settings["target_modules"] = sorted(settings["target_modules"])
         write_json(folder / CONFIG, settings)
         source = AdapterSource(
             base=checkpoint.source_id,
             fingerprint=checkpoint.fingerprint,
             palimpsa_layers=checkpoint.palimpsa_layers,
             weights=checkpoint.file_digests,
+            scale=lora_settings(settings).scale,
         )
         write_model(source, folder / SOURCE)
         if recipe is not None:
@@ -147,15 +152,16 @@ def merge(
 
     Raises:
         UsageError: no such dtype, or no adapter that can be merged.
-        CheckpointError: the base is another model, or has no place for a tensor of the adapter.
+        CheckpointError: the base is another model, or the adapter's tensors are not those of its config and its base.
     """
     dtype_of(dtype, ("source", *STORED))
     refuse_existing(out, force=force)
     adapter = find_adapter(run)
-    scale = adapter_scale(read_adapter_config(adapter))
+    settings = lora_settings(read_adapter_config(adapter))
+    _check_scale(adapter, settings)
     checkpoint = with_tokenizer(open_base(adapter, base), option=None)
     refuse_to_delete(out, adapter, checkpoint.path)
-    changed = merged_tensors(read_adapter_tensors(adapter), scale, checkpoint)
+    changed = merged_tensors(read_adapter_tensors(adapter), settings, checkpoint)
     recipe = adapter_recipe(adapter)
     if recipe is None:
         logger.warning("%s: has no %s, so what the adapter was trained on is not known", adapter, RECIPE)
@@ -163,39 +169,39 @@ def merge(
     return Path(out)
 
 
-def adapter_scale(config: dict[str, Any]) -> float:
-    """What the product of the low-rank matrices is multiplied with.
-
-    Raises:
-        UsageError: a kind of adapter that this cannot merge.
-    """
-    odd = [key for key in _NOT_PLAIN if config.get(key)]
-    if config.get("peft_type") != "LORA" or odd:
-        kind = f"{config.get('peft_type')}{' with ' + ', '.join(odd) if odd else ''}"
-        raise UsageError(f"{CONFIG}: the adapter is {kind}; only plain LORA can be merged here, PEFT merges others")
-    for key in ("r", "lora_alpha"):
-        if type(config.get(key)) not in (int, float) or not config[key] > 0:
-            raise UsageError(f"{CONFIG}:{key}: is {config.get(key)!r}, expected a number above 0; write the file again")
-    root = config["r"] ** 0.5 if config.get("use_rslora") else config["r"]
-    return config["lora_alpha"] / root
+def _base_name(name: str) -> str:
+    """The name in the base of a tensor of a PEFT model or file, if it is a whole one."""
+    return name.removeprefix(_PREFIX).replace(".default", "").replace(".modules_to_save", "")
 
 
-def merged_tensors(adapter: dict[str, Tensor], scale: float, checkpoint: Checkpoint) -> Callable[[str], Tensor | None]:
+def _check_scale(adapter: Path, settings: LoraSettings) -> None:
+    """The matrices have no trace of `lora_alpha`, so what it was when they were trained stands beside them."""
+    trained = read_model(AdapterSource, adapter / SOURCE).scale
+    if trained is not None and not math.isclose(trained, settings.scale):
+        raise CheckpointError(
+            f"{CONFIG}: r, lora_alpha and use_rslora give a scale of {settings.scale:g}, and the adapter was trained "
+            f"with {trained:g} ({SOURCE}); put back the file that was written with it"
+        )
+
+
+def merged_tensors(
+    adapter: dict[str, Tensor], settings: LoraSettings, checkpoint: Checkpoint
+) -> Callable[[str], Tensor | None]:
     """A function that gives each tensor that differs from the base's by its canonical name, None for the others.
 
     Args:
         adapter: tensors by their name in an adapter file, or in a PEFT model.
-        scale: see `adapter_scale`.
+        settings: what the adapter's config says of them.
         checkpoint: the base.
 
     Raises:
-        CheckpointError: the adapter holds a tensor that the base has no place for, or of another shape, or changes
-            an embedding in a way that cannot be merged.
+        CheckpointError: the adapter lacks a tensor that its settings ask for, holds one that they do not or that the
+            base has no place for, or one of another shape, or changes an embedding in a way that cannot be merged.
     """
     whole: dict[str, Tensor] = {}
     pairs: dict[str, dict[str, Tensor]] = {}
     for name, tensor in adapter.items():
-        plain = name.removeprefix(_PREFIX).replace(".default", "").replace(".modules_to_save", "")
+        plain = _base_name(name)
         module, is_low_rank, kind = plain.rpartition(".lora_")
         if is_low_rank:
             pairs.setdefault(f"{module}.weight", {})[kind.removesuffix(".weight")] = tensor
@@ -216,6 +222,51 @@ def merged_tensors(adapter: dict[str, Tensor], scale: float, checkpoint: Checkpo
     strangers = [name for name in (*whole, *pairs) if name not in checkpoint.tensors]
     if strangers:
         raise CheckpointError(f"the adapter holds {strangers[0]}, which the base {checkpoint.source_id} does not have")
+    _check_complete(whole, pairs, settings, checkpoint)
+    _check_shapes(whole, pairs, settings, checkpoint)
+
+    def changed(name: str) -> Tensor | None:
+        if name in pairs:
+            up, down = pairs[name]["B"].float(), pairs[name]["A"].float()
+            return checkpoint.load(name).float() + settings.scale * (up @ down)
+        return whole.get(name)
+
+    return changed
+
+
+def _check_complete(
+    whole: Mapping[str, Tensor], pairs: Mapping[str, Any], settings: LoraSettings, checkpoint: Checkpoint
+) -> None:
+    """An adapter that lacks a part would leave the base's value there, and one with more was written by another config.
+
+    Raises:
+        CheckpointError: naming the tensor.
+    """
+    shapes = checkpoint.family.shapes(checkpoint.config)
+    for held, expected, key in (
+        (pairs, settings.pairs(shapes, shapes), "target_modules"),
+        (whole, settings.whole(shapes), "modules_to_save"),
+    ):
+        absent = [name for name in shapes if name in expected and name not in held]
+        if absent:
+            raise CheckpointError(
+                f"{TENSORS}: has nothing for {absent[0]}, which {key} of {CONFIG} covers, so the base's value would "
+                "stand there; train or copy the adapter again"
+            )
+        surplus = [name for name in held if name not in expected]
+        if surplus:
+            raise CheckpointError(
+                f"{TENSORS}: holds a part of {surplus[0]}, which {key} of {CONFIG} does not cover; give the two files "
+                "that were written together"
+            )
+
+
+def _check_shapes(
+    whole: Mapping[str, Tensor],
+    pairs: Mapping[str, Mapping[str, Tensor]],
+    settings: LoraSettings,
+    checkpoint: Checkpoint,
+) -> None:
     shapes = {**{name: tuple(tensor.shape) for name, tensor in whole.items()}, **_product_shapes(pairs)}
     for name, shape in shapes.items():
         if shape != checkpoint.tensors[name].shape:
@@ -223,17 +274,16 @@ def merged_tensors(adapter: dict[str, Tensor], scale: float, checkpoint: Checkpo
                 f"the adapter's part of {name} does not fit its shape {list(checkpoint.tensors[name].shape)} in the "
                 f"base {checkpoint.source_id}; train or copy the adapter again"
             )
+    for name, pair in pairs.items():
+        rank = pair["A"].shape[0]
+        if rank != settings.rank:
+            raise CheckpointError(
+                f"{CONFIG}:r: is {settings.rank}, but the adapter's matrices of {name} are of rank {rank}, so their "
+                "scale would be another; put back the file that was written with them"
+            )
 
-    def changed(name: str) -> Tensor | None:
-        if name in pairs:
-            up, down = pairs[name]["B"].float(), pairs[name]["A"].float()
-            return checkpoint.load(name).float() + scale * (up @ down)
-        return whole.get(name)
 
-    return changed
-
-
-def _product_shapes(pairs: dict[str, dict[str, Tensor]]) -> dict[str, tuple[int, ...] | None]:
+def _product_shapes(pairs: Mapping[str, Mapping[str, Tensor]]) -> dict[str, tuple[int, ...] | None]:
     """The shape of B @ A by name; None where that is no product of two matrices."""
     found = {}
     for name, pair in pairs.items():
@@ -247,6 +297,6 @@ def save_run(module: nn.Module, trained: dict[str, Tensor], checkpoint: Checkpoi
     """Writes `out/adapter`, and `out/final` with the adapter merged, of a lora or qlora run."""
     peft_model = module.model
     save_adapter(peft_model, trained, checkpoint, out / "adapter", recipe)
-    scale = adapter_scale(read_adapter_config(out / "adapter"))
-    changed = merged_tensors(read_adapter_tensors(out / "adapter"), scale, checkpoint)
+    settings = lora_settings(read_adapter_config(out / "adapter"))
+    changed = merged_tensors(read_adapter_tensors(out / "adapter"), settings, checkpoint)
     save_tensors(checkpoint, out / "final", changed, recipe.save_dtype, recipe, force=True)

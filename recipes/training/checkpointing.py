@@ -12,7 +12,8 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ...base.errors import OutputError, TrainingError
+from ...base.errors import OutputError, SchemaError, TrainingError
 from ...base.files import load_json, output_folder, write_json
 from ...surgery.checkpoint.keymap import strip_wrappers
 
@@ -88,7 +89,7 @@ def save_checkpoint(
     try:
         with output_folder(target, force=True) as temporary:
             save_file(tensors, temporary / _TENSORS)
-            write_json(temporary / _STATE, {"schema_version": VERSION, **asdict(position)})
+            write_json(temporary / _STATE, _state(position, tensors))
     except (OSError, OutputError, SafetensorError) as error:
         before = latest_checkpoint(folder)
         rest = f"{before.name} is whole and --resume goes on from it" if before else "there is no earlier one"
@@ -109,11 +110,57 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def read_position(path: Path) -> Position:
-    """Where the run was when it wrote the checkpoint `path`."""
-    state = load_json(path / _STATE)
-    if state.pop("schema_version", None) != VERSION:
+    """Where the run was when it wrote the checkpoint `path`.
+
+    Raises:
+        TrainingError: `state.json` is of another version, or damaged.
+    """
+    return _read_state(path)[0]
+
+
+def _state(position: Position, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The content of `state.json`: the position, the checksum of each tensor as it was in memory, and of all that."""
+    content = {**asdict(position), "tensors": {name: _checksum(tensor) for name, tensor in tensors.items()}}
+    return {"schema_version": VERSION, **content, "checksum": _checksum_of_state(content)}
+
+
+def _read_state(path: Path) -> tuple[Position, dict[str, int] | None]:
+    """Position and checksums by tensor; None for those where an earlier release has not recorded any."""
+    try:
+        state = load_json(path / _STATE)
+    except SchemaError as error:
+        raise _damaged(path, _STATE, f"cannot be read ({error})") from error
+    version = state.pop("schema_version", None) if isinstance(state, dict) else None
+    if version != VERSION:
         raise TrainingError(f"{path.name}/{_STATE}: is of another version than {VERSION}; start the run again")
-    return Position(**state)
+    checksum = state.pop("checksum", None)
+    if checksum is not None and checksum != _checksum_of_state(state):
+        raise _damaged(path, _STATE, "is not as it was written (its checksum is another)")
+    checksums = state.pop("tensors", None)
+    try:
+        return Position(**state), checksums
+    except TypeError as error:  # a key too few or too many
+        raise _damaged(path, _STATE, f"does not hold a position ({error})") from error
+
+
+def _checksum(tensor: Tensor) -> int:
+    """CRC-32 of a tensor's dtype, shape and values."""
+    begin = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode())
+    return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy(), begin)
+
+
+def _checksum_of_state(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def _damaged(path: Path, file: str, what: str) -> TrainingError:
+    """The sentence on a file of the checkpoint `path`, and how the run goes on without that checkpoint."""
+    earlier = [one for one in _step_folders(path.parent) if _is_whole(one) and _step_of(one) < _step_of(path)]
+    if earlier:
+        advice = f"delete {path.name} and resume: the run goes on from {max(earlier, key=_step_of).name}"
+    else:
+        advice = "there is no earlier checkpoint, so put an undamaged copy back or start the run again with --force"
+    return TrainingError(f"{path.name}/{file}: {what}; {advice}")
 
 
 def load_checkpoint(
@@ -136,7 +183,7 @@ def load_checkpoint(
         TrainingError: other layers are swapped, other parameters train, the text or the seed is another, or the
             file is damaged.
     """
-    position = read_position(path)
+    position, checksums = _read_state(path)
     if is_source is not None and is_source(position.source):
         position = replace(position, source=expected.source)
     if position.validation is None:
@@ -155,11 +202,10 @@ def load_checkpoint(
             )
     try:
         with safe_open(path / _TENSORS, framework="pt") as stored:
-            _restore(stored, module, optimizer)
+            names = _stored_names(path, stored.keys(), module, checksums)
+            _restore(lambda name: _read_tensor(path, stored, name, checksums), names, module, optimizer)
     except (OSError, SafetensorError) as error:
-        raise TrainingError(
-            f"{path.name}/{_TENSORS}: cannot be read ({error}); delete {path.name} and resume"
-        ) from error
+        raise _damaged(path, _TENSORS, f"cannot be read ({error})") from error
     return position
 
 
@@ -184,16 +230,44 @@ def _training_tensors(module: nn.Module, optimizer: torch.optim.Optimizer, *, ke
     return tensors
 
 
-@torch.no_grad()
-def _restore(stored: Any, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    names: dict[str, list[str]] = {}
-    for key in stored.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+def _stored_names(
+    path: Path, keys: Iterable[str], module: nn.Module, checksums: Mapping[str, int] | None
+) -> dict[str, list[str]]:
+    """What is stored of each parameter: "param" and its optimizer state.
+
+    Raises:
+        TrainingError: something is missing, or is of no parameter that trains.
+    """
+    names: dict[str, list[str]] = {name: [] for name in trained_parameters(module)}
+    for key in (keys := set(keys)):
         kind, _, name = key.partition("/")
-        names.setdefault(name, []).append(kind)
+        if name not in names:
+            raise _damaged(path, _TENSORS, f"holds {key}, which the run does not train")
+        names[name].append(kind)
+    every = {kind for found in names.values() for kind in found}
+    # A parameter that no gradient has reached has no optimizer state; one that has some has all of it.
+    expected = {f"{kind}/{name}" for name, found in names.items() for kind in (every if len(found) > 1 else ("param",))}
+    absent = sorted(expected.union(checksums or ()) - keys)
+    if absent:
+        raise _damaged(path, _TENSORS, f"lacks {absent[0]}")
+    return names
+
+
+def _read_tensor(path: Path, stored: Any, key: str, checksums: Mapping[str, int] | None) -> Tensor:
+    tensor = stored.get_tensor(key)
+    if checksums is not None and _checksum(tensor) != checksums.get(key):
+        raise _damaged(path, _TENSORS, f"{key} is not as it was written (its checksum is another)")
+    return tensor
+
+
+@torch.no_grad()
+def _restore(
+    read: Callable[[str], Tensor], names: Mapping[str, list[str]], module: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
     for name, parameter in trained_parameters(module).items():
         state = {}
         for kind in names[name]:
-            value = stored.get_tensor(f"{kind}/{name}")
+            value = read(f"{kind}/{name}")
             if kind == "param":
                 parameter.copy_(_like(value, parameter))
             else:

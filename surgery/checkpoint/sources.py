@@ -18,6 +18,7 @@ from ...base.console import counted
 from ...base.errors import CheckpointError
 from ...base.files import LICENSE_FILES, RECIPE, TOKENIZER_FILES, named_path
 from ...base.network import check_network
+from ...base.not_models import has_config, other_file, other_folder
 from ...base.text import EMBEDDED_CHECKPOINT, embedded_checkpoint_path
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ def resolve(src: str | Path, *, revision: str | None = None, token: str | None =
         _refuse_broken_links(path)
         return Source(path, path.resolve().name, hub=False)
     if path.exists():
-        raise CheckpointError(f"{src}: is a file, expected the folder that holds it; give {path.parent}")
+        raise CheckpointError(other_file(path))
     if not _HUB_ID.fullmatch(str(src)):
         raise CheckpointError(f"{src}: no such folder; give a {what}'s folder or a Hub id (owner/name)")
     folder = _download(str(src), revision, token, weights)
@@ -127,6 +128,8 @@ def weight_files(folder: Path) -> list[Path]:
             absent files.
     """
     names = {path.name for path in folder.iterdir() if path.is_file()}
+    if not has_config(folder) and (known := other_folder(folder)) is not None:
+        raise CheckpointError(known)
     chosen = select_weights(names)
     if not chosen:
         raise CheckpointError(_no_weights(folder, names))
@@ -289,9 +292,8 @@ def _refuse_two_sets(where: str, chosen: tuple[str, ...], names: set[str]) -> No
 def _no_weights(folder: Path, names: set[str]) -> str:
     if not names and not any(folder.iterdir()):
         return f"{folder}: is an empty folder, expected config.json and weights"
-    if any(name.startswith("adapter_model") for name in names):
-        return f"{folder}: holds an adapter, not a model; merge it into its base first (palimpsa merge)"
-    return f"{folder}: holds no weights, expected model.safetensors, pytorch_model.bin or their shards"
+    known = other_folder(folder)
+    return known or f"{folder}: holds no weights, expected model.safetensors, pytorch_model.bin or their shards"
 
 
 def _download(repo: str, revision: str | None, token: str | None, weights: bool) -> Path:

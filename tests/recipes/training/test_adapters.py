@@ -10,13 +10,8 @@ import pytest
 import torch
 from palimpsa_surgery.base.errors import CheckpointError, OutputExistsError, UsageError
 from palimpsa_surgery.recipes.training import loop, modes
-from palimpsa_surgery.recipes.training.adapters import (
-    adapter_scale,
-    find_adapter,
-    merge,
-    merged_tensors,
-    save_adapter,
-)
+from palimpsa_surgery.recipes.training.adapter_settings import lora_settings
+from palimpsa_surgery.recipes.training.adapters import find_adapter, merge, merged_tensors, save_adapter
 from palimpsa_surgery.recipes.training.finetune import finetune
 from palimpsa_surgery.recipes.training.modes import check_coverage, coverage, coverage_table
 from palimpsa_surgery.recipes.training.recipe import dump_recipe, load_recipe
@@ -29,6 +24,7 @@ peft = pytest.importorskip("peft")
 
 ADVICE = "put the files of its tokenizer there again, or remove those that are there"
 IDS = torch.arange(30).view(1, 30)
+PLAIN = lora_settings({"peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_modules": ["in_proj", "out_proj"]})
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +100,74 @@ def test_a_damaged_adapter_is_refused_by_the_tensor(run, model_folder, tmp_path,
     with pytest.raises(CheckpointError, match=message):
         merge(adapter, tmp_path / "merged", base=model_folder)
     assert not (tmp_path / "merged").exists()
+
+
+PAIR = "base_model.model.backbone.layers.0.mixer.out_proj.lora_"
+NEW = "base_model.model.backbone.layers.1.mixer.metaplasticity."
+
+
+@pytest.mark.parametrize(
+    ("absent", "message"),
+    [
+        ((f"{PAIR}A.weight", f"{PAIR}B.weight"), r"has nothing for .*layers\.0\.mixer\.out_proj\.weight, .*target_mod"),
+        ((f"{NEW}beta_up.weight",), r"has nothing for .*layers\.1.*beta_up\.weight, .*modules_to_save"),
+        ((f"{NEW}log_prior",), r"has nothing for .*layers\.1.*log_prior, .*the base's value would stand there"),
+    ],
+)
+def test_an_adapter_that_lacks_a_part_is_refused_by_the_tensor(run, model_folder, tmp_path, absent, message):
+    adapter = shutil.copytree(run[0].folder / "adapter", tmp_path / "adapter")
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    save_file({name: tensor for name, tensor in tensors.items() if name not in absent}, path)
+    assert set(absent) <= set(tensors)
+    with pytest.raises(CheckpointError, match=rf"adapter_model\.safetensors: {message}"):
+        merge(adapter, tmp_path / "merged", base=model_folder)
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"target_modules": ["in_proj"]},
+            r"holds a part of .*out_proj\.weight, which target_modules .* does not cover",
+        ),
+        ({"layers_to_transform": [1]}, r"holds a part of .*layers\.0\..*, which target_modules .* does not cover"),
+        ({"modules_to_save": None}, r"holds a part of .*metaplasticity.*, which modules_to_save .* does not cover"),
+        ({"r": 4, "lora_alpha": 16}, r"adapter_config\.json:r: is 4, but the adapter's matrices of .* are of rank 2"),
+        ({"r": 4}, r"adapter_config\.json: r, lora_alpha and use_rslora give a scale of 2, .* trained with 4"),
+        ({"lora_alpha": 16}, r"adapter_config\.json: r, lora_alpha and use_rslora give a scale of 8, .* with 4"),
+        (
+            {"use_rslora": True},
+            r"give a scale of 5\.65685, and the adapter was trained with 4 \(adapter_source\.json\)",
+        ),
+    ],
+)
+def test_settings_of_another_adapter_are_refused(run, model_folder, tmp_path, changes, message):
+    settings = run[0].folder / "adapter" / "adapter_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), **changes}))
+    with pytest.raises(CheckpointError, match=message):
+        merge(run[0].folder, tmp_path / "merged", base=model_folder)
+    assert not (tmp_path / "merged").exists()
+
+
+def test_an_adapter_of_an_earlier_release_does_not_say_its_scale(run, model_folder, tmp_path):
+    source = run[0].folder / "adapter" / "adapter_source.json"
+    content = json.loads(source.read_text())
+    assert content.pop("scale") == 4
+    source.write_text(json.dumps(content))
+    assert close(
+        load_model(merge(run[0].folder, tmp_path / "merged", base=model_folder))(input_ids=IDS).logits, run[1]["logits"]
+    )
+
+
+def test_a_prior_that_does_not_train_is_in_the_adapter_as_it_was(lora, tmp_path):
+    base = save_folder(make_model(train_prior=False), tmp_path / "base")
+    run = finetune(base, lora, tmp_path / "run")
+    before, after = (load_file(folder / "model.safetensors") for folder in (base, run.final))
+    name = "backbone.layers.1.mixer.metaplasticity.log_prior"
+    assert torch.equal(before[name], after[name])
+    merge(run.folder, tmp_path / "merged", base=base)
 
 
 def test_adapter_and_base_merged_and_trained_are_one_model(run, model_folder, tmp_path):
@@ -188,24 +252,6 @@ def test_a_folder_without_an_adapter_is_named(model_folder):
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"peft_type": "IA3"}, "the adapter is IA3"),
-        ({"peft_type": "LORA", "use_dora": True}, "LORA with use_dora"),
-        ({"peft_type": "LORA", "lora_bias": True}, "LORA with lora_bias"),
-        ({"peft_type": "LORA", "lora_alpha": 8}, "adapter_config.json:r: is None, expected a number above 0"),
-        ({"peft_type": "LORA", "r": 0, "lora_alpha": 8}, "adapter_config.json:r: is 0, expected a number above 0"),
-        ({"peft_type": "LORA", "r": 4, "lora_alpha": "x"}, "adapter_config.json:lora_alpha: is 'x', expected a number"),
-    ],
-)
-def test_other_kinds_of_adapters_are_refused(config, message):
-    with pytest.raises(UsageError, match=message):
-        adapter_scale(config)
-    assert adapter_scale({"peft_type": "LORA", "r": 4, "lora_alpha": 8}) == 2
-    assert adapter_scale({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_rslora": True}) == 4
-
-
-@pytest.mark.parametrize(
     ("name", "message"),
     [
         ("embeddings.weight", r"changes backbone\.embeddings\.weight, to which the head of model is tied"),
@@ -218,7 +264,9 @@ def test_other_kinds_of_adapters_are_refused(config, message):
 )
 def test_what_cannot_be_merged_is_refused_by_name(name, message, model_folder):
     with pytest.raises(CheckpointError, match=rf"adapter_model\.safetensors: the adapter .*{message}"):
-        merged_tensors({f"base_model.model.backbone.{name}": torch.ones(4096, 16)}, 1.0, open_checkpoint(model_folder))
+        merged_tensors(
+            {f"base_model.model.backbone.{name}": torch.ones(4096, 16)}, PLAIN, open_checkpoint(model_folder)
+        )
 
 
 @pytest.mark.parametrize("kept", ["in its run", "alone", "alone, without a recipe"])
@@ -250,6 +298,33 @@ def test_an_adapter_whose_start_changes_its_base_is_refused(run, model_folder, t
     with pytest.raises(UsageError, match=rf"init_lora_weights: is '{start}', .*path_initial_model_for_weight_conver"):
         merge(run[0].folder, tmp_path / "out", base=model_folder)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": r".*layers\.1.*\.in_proj"},
+        {"target_modules": "all-linear"},
+        {"target_modules": ["in_proj", "out_proj"], "exclude_modules": ["layers.0.mixer.in_proj"]},
+        {"target_modules": ["in_proj"], "exclude_modules": r".*\.0\..*"},
+        {"target_modules": ["in_proj"], "layers_to_transform": 1},
+        {"target_modules": ["in_proj"], "layers_to_transform": [0], "layers_pattern": "layers"},
+        {"target_modules": ["in_proj"], "modules_to_save": ["norm", "metaplasticity", "out_proj"]},
+        {"target_modules": ["in_proj"], "use_rslora": True, "r": 3, "lora_alpha": 5},
+    ],
+    ids=str,
+)
+def test_what_the_settings_cover_is_what_peft_writes(model_folder, tmp_path, options):
+    checkpoint = open_checkpoint(model_folder)
+    tuned = peft.get_peft_model(load_model(checkpoint), peft.LoraConfig(**{"r": 2, **options}))
+    trained = {}
+    for name, parameter in tuned.named_parameters():
+        if "lora_" in name or ".modules_to_save." in name:
+            torch.nn.init.normal_(parameter.data, std=0.05)
+        trained[name] = parameter.detach()
+    save_adapter(tuned, trained, checkpoint, tmp_path / "adapter")
+    merged = load_model(merge(tmp_path / "adapter", tmp_path / "merged", base=model_folder))
+    assert close(merged(input_ids=IDS).logits, tuned.eval()(input_ids=IDS).logits)
 
 
 @pytest.mark.parametrize("start", ["gaussian", "orthogonal", "mica"])

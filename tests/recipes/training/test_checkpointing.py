@@ -1,6 +1,8 @@
 """Checkpoints: by name, whole or not at all, and never put into the wrong run."""
 
 import errno
+import json
+import os
 import shutil
 
 import pytest
@@ -17,6 +19,7 @@ from palimpsa_surgery.recipes.training.checkpointing import (
     save_checkpoint,
     trained_parameters,
 )
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 
@@ -148,13 +151,87 @@ def test_the_model_key_knows_layers_and_shapes():
     assert key != model_key(net, [1])
 
 
-def test_a_truncated_file_is_named(tmp_path):
+def flipped(path, place=-5):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def changed(path, change):
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+DAMAGE = [
+    ("training.safetensors", lambda file: os.truncate(file, 50), "cannot be read"),
+    ("training.safetensors", lambda file: file.unlink(), "cannot be read"),
+    ("training.safetensors", flipped, r".* is not as it was written \(its checksum is another\)"),
+    ("training.safetensors", lambda file: changed(file, lambda t: t.pop("param/0.weight")), "lacks param/0.weight"),
+    ("training.safetensors", lambda file: changed(file, lambda t: t.pop("exp_avg/0.bias")), "lacks exp_avg/0.bias"),
+    (
+        "training.safetensors",
+        lambda file: changed(file, lambda t: t.update({"param/0.weight": t["param/0.weight"].T.contiguous()})),
+        "param/0.weight is not as it was written",
+    ),
+    (
+        "training.safetensors",
+        lambda file: changed(file, lambda t: t.update({"param/9.bias": torch.ones(1)})),
+        "holds param/9.bias, which the run does not train",
+    ),
+    ("state.json", lambda file: os.truncate(file, 30), "cannot be read .* is not JSON"),
+    ("state.json", lambda file: file.write_text(file.read_text().replace('"tokens": 30', '"tokens": 31')), "is not as"),
+]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize(("file", "damage", "message"), DAMAGE)
+def test_a_damaged_checkpoint_is_refused_by_the_file(file, damage, message, alone, tmp_path):
+    net, optimizer = trained_net()
+    if not alone:
+        save_checkpoint(tmp_path, net, optimizer, position(2), keep=2)
+    path = save_checkpoint(tmp_path, net, optimizer, position(3), keep=2)
+    damage(path / file)
+    advice = "there is no earlier checkpoint, .* --force" if alone else "delete step-3 and resume: .* from step-2"
+    with pytest.raises(TrainingError, match=rf"^step-3/{file}: {message}.*; {advice}$"):
+        load_checkpoint(path, net, optimizer, position(0))
+
+
+def test_a_flip_of_any_byte_of_the_values_is_seen(tmp_path):
     net, optimizer = trained_net()
     path = save_checkpoint(tmp_path, net, optimizer, position(), keep=2)
     file = path / "training.safetensors"
-    file.write_bytes(file.read_bytes()[:50])
-    with pytest.raises(TrainingError, match=r"step-3/training.safetensors: cannot be read .*delete step-3"):
+    whole = file.read_bytes()
+    for place in range(8 + int.from_bytes(whole[:8], "little"), len(whole)):
+        file.write_bytes(whole)
+        flipped(file, place)
+        with pytest.raises(TrainingError, match="is not as it was written"):
+            load_checkpoint(path, net, optimizer, position(0))
+
+
+def as_an_earlier_release_wrote_it(path):
+    state = path / "state.json"
+    content = json.loads(state.read_text())
+    state.write_text(json.dumps({key: content[key] for key in content if key not in ("tensors", "checksum")}))
+    return path
+
+
+def test_a_checkpoint_without_checksums_is_resumed_and_one_that_lacks_a_tensor_refused(tmp_path):
+    net, optimizer = trained_net()
+    path = as_an_earlier_release_wrote_it(save_checkpoint(tmp_path, net, optimizer, position(), keep=2))
+    assert load_checkpoint(path, *trained_net(seed=1), position(0)) == position()
+    changed(path / "training.safetensors", lambda tensors: tensors.pop("param/0.bias"))
+    with pytest.raises(TrainingError, match=r"step-3/training\.safetensors: lacks param/0\.bias;"):
         load_checkpoint(path, net, optimizer, position(0))
+
+
+def test_a_parameter_that_no_gradient_has_reached_has_no_state(tmp_path):
+    net, optimizer = trained_net()
+    optimizer.state.pop(net[0].bias)
+    path = save_checkpoint(tmp_path, net, optimizer, position(), keep=2)
+    other, its_optimizer = trained_net(seed=1, steps=0)
+    assert load_checkpoint(path, other, its_optimizer, position(0)) == position()
+    assert other[0].bias not in its_optimizer.state
 
 
 def test_another_version_is_refused_by_name(tmp_path):
