@@ -52,7 +52,7 @@ def interrupted(monkeypatch):
 
 @pytest.fixture
 def recipe(text, tmp_path):
-    """Four steps of four short windows."""
+    """Four steps of four short sequences."""
     return {
         "schema_version": 1,
         "steps": 4,
