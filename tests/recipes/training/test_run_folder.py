@@ -35,12 +35,19 @@ def snapshot(folder):
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
+@pytest.fixture(scope="module")
+def ended(model_folder, recipe_of, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ended")
+    recipe = {**recipe_of(folder), "steps": 2, "save_every": 1}
+    finetune(model_folder, recipe, folder / "run")
+    return recipe, folder / "run"
+
+
 @pytest.fixture
-def finished(model_folder, recipe, tmp_path):
-    """The recipe and the folder of a run that ended, with a checkpoint."""
-    recipe = {**recipe, "steps": 2, "save_every": 1}
-    finetune(model_folder, recipe, tmp_path / "run")
-    return recipe, tmp_path / "run"
+def finished(ended, tmp_path):
+    """The recipe and the folder of a run that ended, with a checkpoint; a test may change the folder."""
+    recipe, folder = ended
+    return recipe, shutil.copytree(folder, tmp_path / "run")
 
 
 FAULTS = {
