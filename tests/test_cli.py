@@ -188,10 +188,10 @@ def test_a_signal_ends_the_command_and_leaves_nothing_half_written(tmp_path, nam
         "        (folder / 'half').write_text('half')\n"
         f"        os.kill(os.getpid(), signal.{name})\n"
         "    sys.exit(0)\n"
-        "module = types.SimpleNamespace(generate=slow)\n"
-        "sys.modules['palimpsa_surgery.recipes.evaluation.generation'] = module\n"
+        "module = types.SimpleNamespace(export=slow)\n"
+        "sys.modules['palimpsa_surgery.surgery.conversion.export'] = module\n"
         f"signal.signal(signal.{name}, {usual})  # whatever this test was started under\n"
-        "sys.argv = ['palimpsa', 'generate', 'model', 'text', '--device', 'cpu']\n"
+        "sys.argv = ['palimpsa', 'export', 'model', 'out']\n"
         "cli.main()\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, timeout=120)
