@@ -150,7 +150,7 @@ def _pieces(document: str) -> Iterator[str]:
     yield document[start:]
 
 
-def token_windows(
+def token_sequences(
     data: str | Path | None,
     tokenizer: Any,
     *,
@@ -160,7 +160,7 @@ def token_windows(
     vocab_size: int | None = None,
     spread: int = 1,
 ) -> tuple[list[np.ndarray], dict[str, Any]]:
-    """Windows of `seq_len` tokens, `tokens` in all, of the documents joined with the end-of-text token.
+    """Sequences of `seq_len` tokens, `tokens` in all, of the documents joined with the end-of-text token.
 
     A text that is too short gives fewer sequences, and a single shorter one when it does not fill one.
 
@@ -175,7 +175,8 @@ def token_windows(
             that a few sequences do not all come from one long document.
 
     Returns:
-        The sequences, int64 arrays, and what outputs record about them: data, tokens, seq_len, windows, seed.
+        The sequences, int64 arrays, and what outputs record about them: data, tokens, seq_len, windows (their number),
+        seed.
     """
     if seq_len < 2:
         raise UsageError(
@@ -197,17 +198,17 @@ def token_windows(
     if len(stream) < 2:
         count = counted(len(stream), "token")
         raise DataError(f"{data_name(data)}: holds {count}, too few to measure or predict anything")
-    windows = [stream[i : i + seq_len] for i in range(0, len(stream) - seq_len + 1, seq_len)] or [stream]
-    if len(windows) > count:
-        windows = [windows[index * len(windows) // count] for index in range(count)]
-    total = sum(len(window) for window in windows)
+    sequences = [stream[i : i + seq_len] for i in range(0, len(stream) - seq_len + 1, seq_len)] or [stream]
+    if len(sequences) > count:
+        sequences = [sequences[index * len(sequences) // count] for index in range(count)]
+    total = sum(len(sequence) for sequence in sequences)
     if total < count * seq_len:
         logger.warning("%s holds only %d tokens in whole sequences, %d were asked for", data_name(data), total, tokens)
-    return windows, {
+    return sequences, {
         "data": data_name(data),
         "tokens": total,
-        "seq_len": len(windows[0]),
-        "windows": len(windows),
+        "seq_len": len(sequences[0]),
+        "windows": len(sequences),
         "seed": seed,
     }
 

@@ -80,21 +80,21 @@ def run_mode(model: Path, recipe: Recipe, out: Path) -> None:
 
 
 def losses_of(folders: dict[str, str | Path], recipe: Recipe, out: Path) -> dict[str, LossResult]:
-    """The loss of each model on the validation windows of the recipe: the same ones for all; the first tokenizes."""
+    """The loss of each model on the validation sequences of the recipe: the same ones for all; the first tokenizes."""
     accelerator = make_accelerator(recipe, out)
-    results, windows = {}, None
+    results, sequences = {}, None
     for name, folder in folders.items():
         model = ps.load_model(folder, dtype=torch.float32, device=accelerator.device)
-        if windows is None:
+        if sequences is None:
             tokenizer = load_tokenizer(recipe.data.tokenizer or folder)
-            windows = open_streams(accelerator, recipe, tokenizer, model.config.vocab_size)[1]
-        results[name] = evaluate_loss(model, windows, precision=recipe.precision)
+            sequences = open_streams(accelerator, recipe, tokenizer, model.config.vocab_size)[1]
+        results[name] = evaluate_loss(model, sequences, precision=recipe.precision)
         logger.info("%s: loss %.4f", name, results[name].loss)
     return results
 
 
 def signed(start: LossResult, end: LossResult) -> str:
-    """Loss of `end` less that of `start` on the same windows, with its error."""
+    """Loss of `end` less that of `start` on the same sequences, with its error."""
     difference, error = paired_difference(start, end)
     return f"{difference:+.4f} ± {error:.4f}"
 
@@ -123,7 +123,7 @@ def trained_parameters(model: Path, recipe: Recipe) -> int:
 def report(
     model: Path, out: Path, recipes: dict[str, Recipe], losses: dict[str, LossResult], facts: dict[str, str]
 ) -> str:
-    """The page: table, windows, machine and command."""
+    """The page: table, sequences, machine and command."""
     rows = []
     for mode, recipe in recipes.items():
         lines = read_metrics(out / mode / "metrics.jsonl")
@@ -133,9 +133,9 @@ def report(
     start, source = losses["start"], losses.get("source")
     before = f" The start lies {signed(source, start)} from its source." if source else ""
     return (
-        f"{facts['device']}, {facts['date']}, commit {facts['commit']}, torch {facts['torch']}. Losses in nats per"
-        f" token over {start.windows} sequences of {start.seq_len} held-out tokens; ± is one bootstrap standard error;"
-        f" the paired difference takes the same sequences for both models.{before}\n\n"
+        f"{facts['device']}, {facts['date']}, commit {facts['commit']}, torch {facts['torch']}. Losses in nats"
+        f" per token over {start.sequences} sequences of {start.seq_len} held-out tokens; ± is one bootstrap standard"
+        f" error; the paired difference takes the same sequences for both models.{before}\n\n"
         f"    {facts['command']}\n\n{markdown_table(rows)}"
     )
 

@@ -1,7 +1,6 @@
 """One attention layer's states inside a transformers cache: keys, values, the convolution's inputs, and where pads are.
 
-The cache's own class for layers with both kinds of state keeps them, so that reordering for beams, resetting and
-moving them work as for any model.
+The cache's own class for layers with both kinds of state keeps them.
 """
 
 from __future__ import annotations
@@ -9,45 +8,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..base.errors import UsageError
+from .states import CachedLayer
 
 
-class AttentionStates:
-    """The states of one layer.
+class AttentionStates(CachedLayer):
+    """The states of one attention layer.
 
     Keys and values are [B, H_kv, S, P], in the order in which they were computed: the real tokens of each piece of
     text, then its pads. `recurrent_states` of the cache, which attention has no other use for, tells them apart:
-    [B, S], true for real tokens, and absent as long as there were no pads. States are kept without their gradient.
-
-    Args:
-        cache: a cache built with `DynamicCache(config=model.config)` or by `generate`.
-        layer_idx: which layer.
-
-    Raises:
-        UsageError: the cache does not hold both kinds of state there.
+    [B, S], true for real tokens, and absent as long as there were no pads.
     """
 
-    def __init__(self, cache, layer_idx: int) -> None:
-        layers = getattr(cache, "layers", ())
-        layer = layers[layer_idx] if layer_idx < len(layers) else None
-        if not (hasattr(layer, "recurrent_states") and hasattr(layer, "keys")):
-            raise UsageError(
-                f"the cache of type {type(cache).__name__} holds no keys and convolution state for layer {layer_idx}; "
-                "build it with DynamicCache(config=model.config)"
-            )
-        self.cache = cache
-        self.layer_idx = layer_idx
-        self._layer = layer
-
-    @property
-    def filled(self) -> bool:
-        """Whether an earlier piece of text left its states here."""
-        return bool(self._layer.has_previous_state[0])
-
-    @property
-    def conv(self) -> Tensor | None:
-        """[B, C, W - 1], the last inputs of the convolution; None without one."""
-        return self._layer.conv_states[0]
+    kept, name = ("recurrent_states", "keys"), "keys and convolution state"
 
     @property
     def _real(self) -> Tensor | None:

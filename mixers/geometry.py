@@ -83,14 +83,14 @@ class GateSpec:
 
 
 @dataclass(frozen=True)
-class MixerGeometry:
-    """The sizes of a source's mixer: everything that it needs to know to build its tensors and run.
-
-    Letters as in the method: H = `num_heads`, P = `head_dim`, G = `n_groups`, N = `state_size`.
+class HeadGeometry:
+    """The sizes that mixers of every kind have.
 
     Attributes:
-        time_step_limit: lower and upper bound of the step size d_t after the softplus; `inf` for none.
-        chunk_size: tokens a chunk of the plain Mamba2 scan.
+        num_heads: H, heads of values.
+        head_dim: P, channels of a value.
+        n_groups: G, heads of queries and keys; value head i uses group i // (H / G).
+        state_size: N, channels of a key.
     """
 
     hidden_size: int
@@ -99,6 +99,34 @@ class MixerGeometry:
     n_groups: int
     state_size: int
     conv_kernel: int
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "num_heads", "head_dim", "n_groups", "state_size"):
+            self._check_size(name)
+        if self.conv_kernel < 2:
+            raise UsageError(f"config: conv_kernel is {self.conv_kernel}; it must be at least 2")
+        if self.num_heads % self.n_groups:
+            raise UsageError(f"config: n_groups ({self.n_groups}) must divide num_heads ({self.num_heads})")
+
+    def _check_size(self, name: str) -> None:
+        if getattr(self, name) < 1:
+            raise UsageError(f"config: {name} is {getattr(self, name)}; it must be at least 1")
+
+    @property
+    def inner_size(self) -> int:
+        """Value channels of all heads, H P."""
+        return self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class MixerGeometry(HeadGeometry):
+    """The sizes of a source's mixer: everything that it needs to know to build its tensors and run.
+
+    Attributes:
+        time_step_limit: lower and upper bound of the step size d_t after the softplus; `inf` for none.
+        chunk_size: tokens a chunk of the plain Mamba2 scan.
+    """
+
     use_bias: bool
     use_conv_bias: bool
     norm_eps: float
@@ -106,13 +134,8 @@ class MixerGeometry:
     chunk_size: int
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "num_heads", "head_dim", "n_groups", "state_size", "chunk_size"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"config: {name} is {getattr(self, name)}; it must be at least 1")
-        if self.conv_kernel < 2:
-            raise UsageError(f"config: conv_kernel is {self.conv_kernel}; it must be at least 2")
-        if self.num_heads % self.n_groups:
-            raise UsageError(f"config: n_groups ({self.n_groups}) must divide num_heads ({self.num_heads})")
+        self._check_size("chunk_size")
+        super().__post_init__()
         low, high = self.time_step_limit
         if not 0.0 <= low <= high:
             raise UsageError(
@@ -125,11 +148,6 @@ class MixerGeometry:
         read = {field.name: field.name for field in fields(cls)} | {"norm_eps": "layer_norm_epsilon"}
         values = {name: getattr(config, key) for name, key in read.items()}
         return cls(**{**values, "time_step_limit": tuple(values["time_step_limit"])})
-
-    @property
-    def inner_size(self) -> int:
-        """Value channels of all heads, H P."""
-        return self.num_heads * self.head_dim
 
     @property
     def conv_channels(self) -> int:

@@ -18,12 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..base.errors import UsageError
 from ..kernels.common.precision import compute_dtype
 from ..kernels.common.scaling import scale_rows
 from ..kernels.metaplastic.scan import metaplastic_scan, metaplastic_step
 from ..kernels.metaplastic.types import ScanState
-from .geometry import GATE, MIXER_FP32, GateSpec
+from .geometry import GATE, MIXER_FP32, GateSpec, HeadGeometry
 from .layout import SequenceLayout
 from .metaplasticity import Metaplasticity
 from .mixer import CausalConv1d
@@ -34,42 +33,15 @@ L2_EPS = 1e-6
 
 
 @dataclass(frozen=True)
-class PalimpsaDGeometry:
-    """The sizes of a Palimpsa-D mixer.
+class PalimpsaDGeometry(HeadGeometry):
+    """The sizes of a Palimpsa-D mixer."""
 
-    Attributes:
-        num_heads: H, heads of values.
-        head_dim: P, channels of a value.
-        n_groups: G, heads of queries and keys; value head i uses group i // (H / G).
-        state_size: N, channels of a key.
-    """
-
-    hidden_size: int
-    num_heads: int
-    head_dim: int
-    n_groups: int
-    state_size: int
-    conv_kernel: int
     norm_eps: float
-
-    def __post_init__(self) -> None:
-        for name in ("hidden_size", "num_heads", "head_dim", "n_groups", "state_size"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"config: {name} is {getattr(self, name)}; it must be at least 1")
-        if self.conv_kernel < 2:
-            raise UsageError(f"config: conv_kernel is {self.conv_kernel}; it must be at least 2")
-        if self.num_heads % self.n_groups:
-            raise UsageError(f"config: n_groups ({self.n_groups}) must divide num_heads ({self.num_heads})")
 
     @property
     def key_size(self) -> int:
         """Channels of all keys, G N."""
         return self.n_groups * self.state_size
-
-    @property
-    def inner_size(self) -> int:
-        """Value channels of all heads, H P."""
-        return self.num_heads * self.head_dim
 
     def shapes(self, gate: GateSpec) -> dict[str, tuple[int, ...]]:
         """Names and shapes of a mixer's parameters, those of its gate included."""

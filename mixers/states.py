@@ -34,7 +34,9 @@ def tokens_read(cache) -> list[Tensor]:
 
 def has_read(cache) -> bool:
     """Whether some text has left its states in this cache."""
-    return any(layer.has_previous_state[0] for layer in getattr(cache, "layers", ()) if _is_recurrent(layer))
+    return any(
+        layer.has_previous_state[0] for layer in getattr(cache, "layers", ()) if hasattr(layer, "recurrent_states")
+    )
 
 
 def note_tokens(cache, ids: Tensor | None, *, more: bool) -> None:
@@ -72,31 +74,28 @@ def not_yet_read(cache, ids: Tensor) -> Tensor:
     return ids[:, seen:]
 
 
-def _is_recurrent(layer) -> bool:
-    return hasattr(layer, "recurrent_states")
-
-
-class LayerStates:
-    """The states of one layer: `conv` [B, C, W - 1] and one recurrent tensor [B, H, rows, N].
-
-    The cache of transformers keeps the tensors, so that reordering for beams, resetting and moving them work as for
-    any model. States are kept without their gradient: a cache is for generation, not for backpropagation through
-    pieces of text.
+class CachedLayer:
+    """One layer of a transformers cache, which keeps the tensors: reordering for beams, resetting and moving them work
+    as for any model. States are kept without their gradient: a cache is for generation, not for backpropagation
+    through pieces of text.
 
     Args:
         cache: a cache built with `DynamicCache(config=model.config)` or by `generate`.
         layer_idx: which layer.
 
     Raises:
-        UsageError: the cache has no linear attention layer there.
+        UsageError: the cache does not hold what the layer needs there.
     """
+
+    kept, name = ("recurrent_states",), "recurrent state"
+    """What transformers' own layer of a cache must have, and what that is called in messages."""
 
     def __init__(self, cache, layer_idx: int) -> None:
         layers = getattr(cache, "layers", ())
         layer = layers[layer_idx] if layer_idx < len(layers) else None
-        if not _is_recurrent(layer):
+        if not all(hasattr(layer, attribute) for attribute in self.kept):
             raise UsageError(
-                f"the cache of type {type(cache).__name__} holds no recurrent state for layer {layer_idx}; "
+                f"the cache of type {type(cache).__name__} holds no {self.name} for layer {layer_idx}; "
                 "build it with DynamicCache(config=model.config)"
             )
         self.cache = cache
@@ -109,8 +108,13 @@ class LayerStates:
         return bool(self._layer.has_previous_state[0])
 
     @property
-    def conv(self) -> Tensor:
+    def conv(self) -> Tensor | None:
+        """[B, C, W - 1], the last inputs of the convolution; None without one."""
         return self._layer.conv_states[0]
+
+
+class LayerStates(CachedLayer):
+    """The states of one mixer: `conv` [B, C, W - 1] and one recurrent tensor [B, H, rows, N]."""
 
     @property
     def recurrent(self) -> Tensor:

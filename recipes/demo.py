@@ -19,7 +19,7 @@ import torch
 from ..base.console import counted, human_seconds, table
 from ..base.errors import OutputExistsError
 from ..base.files import named_path, refuse_existing, write_text
-from ..base.text import EMBEDDED_CHECKPOINT, iter_documents, token_windows
+from ..base.text import EMBEDDED_CHECKPOINT, iter_documents, token_sequences
 from ..mixers.importance import record_importance
 from ..surgery.checkpoint.checkpoint import open_checkpoint
 from ..surgery.checkpoint.loading import load_model
@@ -230,8 +230,8 @@ def _models(folder: Path) -> dict[str, str | Path]:
 
 
 def _evaluate(folder: Path, options: DemoOptions) -> tuple[dict[str, LossResult], dict[int, tuple[float, ...]]]:
-    """Losses of all models on held-out windows, and the ratios of the tuned one's heads there."""
-    windows, _ = token_windows(
+    """Losses of all models on held-out sequences, and the ratios of the tuned one's heads there."""
+    sequences, _ = token_sequences(
         folder / "text" / "held-out.jsonl",
         load_tokenizer(folder / "converted"),
         tokens=options.loss_tokens,
@@ -242,7 +242,7 @@ def _evaluate(folder: Path, options: DemoOptions) -> tuple[dict[str, LossResult]
     for name, path in _models(folder).items():
         model = load_model(path, dtype=torch.float32)
         with record_importance(model) as recorder:
-            losses[name] = evaluate_loss(model, windows, batch_size=4)
+            losses[name] = evaluate_loss(model, sequences, batch_size=4)
     return losses, {layer: figures.head_ratio for layer, figures in recorder.layers().items()}
 
 

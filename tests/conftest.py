@@ -48,6 +48,33 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nothing_waits_for_the_disk():
+    """No test cuts the power, and a conversion would wait for each of a hundred files, some of them twice."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: os.fstat(handle))  # what is no open file is an error as ever
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def each_picture_is_drawn_once():
+    """Most of a tiny model's conversion is the drawing of its profile, and most profiles here are the same few."""
+    from palimpsa_surgery.surgery.conversion import convert
+
+    drawn, draw = {}, convert.plot_profile
+
+    def plot_profile(profile, path, *, chosen):
+        key = profile.model_dump_json(exclude={"fingerprint"}), tuple(chosen)
+        if key not in drawn:
+            draw(profile, path, chosen=chosen)
+            drawn[key] = path.read_bytes()
+        path.write_bytes(drawn[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(convert, "plot_profile", plot_profile)
+        yield
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """Large inputs that a checkout may have beside it; what needs them is skipped where they are absent."""

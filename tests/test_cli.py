@@ -180,18 +180,18 @@ def test_a_signal_ends_the_command_and_leaves_nothing_half_written(tmp_path, nam
     default = "signal.default_int_handler" if name == "SIGINT" else "signal.SIG_DFL"
     usual = "signal.SIG_IGN" if ignored else default
     program = (
-        "import os, signal, sys\n"
+        "import os, signal, sys, types\n"
         "from palimpsa_surgery import cli\n"
         "from palimpsa_surgery.base.files import output_folder\n"
-        "from palimpsa_surgery.surgery.measure import inspection\n"
         "def slow(*arguments, **options):\n"
         "    with output_folder('out') as folder:\n"
         "        (folder / 'half').write_text('half')\n"
         f"        os.kill(os.getpid(), signal.{name})\n"
         "    sys.exit(0)\n"
-        "inspection.inspect_checkpoint = slow\n"
+        "module = types.SimpleNamespace(export=slow)\n"
+        "sys.modules['palimpsa_surgery.surgery.conversion.export'] = module\n"
         f"signal.signal(signal.{name}, {usual})  # whatever this test was started under\n"
-        f"sys.argv = ['palimpsa', 'inspect', {SOURCE!r}]\n"
+        "sys.argv = ['palimpsa', 'export', 'model', 'out']\n"
         "cli.main()\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, timeout=120)

@@ -1,6 +1,7 @@
 """The rules that keep the source readable, checked on its syntax trees."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -35,6 +36,16 @@ def sources() -> list[Path]:
     return [ROOT / "__init__.py", ROOT / "__main__.py", ROOT / "doctor.py", ROOT / "cli.py", *files]
 
 
+@functools.cache
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(text_of(path))
+
+
 def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
@@ -47,7 +58,7 @@ def imported_modules(path: Path) -> list[tuple[int, str]]:
     """(line, absolute module) of every import in the file, those inside functions too."""
     package = [PACKAGE, *path.relative_to(ROOT).parts[:-1]]
     found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -126,7 +137,7 @@ def test_a_folder_can_be_overlooked(room):
 
 @each_source
 def test_imports_inside_the_package_are_relative(path):
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and not node.level:
             names = [node.module]
@@ -204,7 +215,7 @@ def heavy_modules(nodes) -> set[str]:
             seen.add(file)
             if file.is_file():
                 package = [PACKAGE, *file.relative_to(ROOT).parts[:-1]]
-                todo += loaded_at_once(ast.parse(file.read_text(encoding="utf-8")).body, package)
+                todo += loaded_at_once(tree_of(file).body, package)
     return found
 
 
@@ -218,7 +229,7 @@ def test_a_verb_loads_only_what_it_needs_at_once():
 
 @each_source
 def test_weights_are_never_loaded_leniently(path):
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Call) and not (isinstance(node.func, ast.Name) and node.func.id == "zip"):
             lenient = [k for k in node.keywords if k.arg == "strict" and getattr(k.value, "value", None) is False]
             assert not lenient, f"{relative(path)}:{node.lineno}: strict=False"
@@ -229,7 +240,7 @@ def test_paths_in_a_model_are_known_to_its_class_its_family_and_who_reads_files(
     known = ("modeling/palimpsa_mamba2/", "modeling/palimpsa_d/", "surgery/families/", "surgery/checkpoint/")
     if relative(path).startswith(known):
         return
-    found = re.findall(r"backbone\.layers|\.backbone\b|\.lm_head\b", path.read_text(encoding="utf-8"))
+    found = re.findall(r"backbone\.layers|\.backbone\b|\.lm_head\b", text_of(path))
     assert not found, f"{relative(path)}: {found[0]}; take a site, get_decoder() or get_output_embeddings()"
 
 
@@ -237,7 +248,7 @@ def test_paths_in_a_model_are_known_to_its_class_its_family_and_who_reads_files(
 def test_only_the_command_line_prints(path):
     if path.name == "cli.py":
         return
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         is_print = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
         assert not is_print, f"{relative(path)}:{node.lineno}: print"
 
@@ -245,7 +256,7 @@ def test_only_the_command_line_prints(path):
 @each_source
 def test_files_stay_short(path):
     limit = 600 if relative(path).startswith("kernels/") else 400
-    lines = len(path.read_text(encoding="utf-8").splitlines())
+    lines = len(text_of(path).splitlines())
     assert lines <= limit or relative(path) in LONG_FILES, f"{relative(path)} has {lines} lines"
 
 

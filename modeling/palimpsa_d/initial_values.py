@@ -13,7 +13,7 @@ from transformers import initialization as init
 
 from ...mixers.metaplasticity import Metaplasticity
 from ...mixers.palimpsa_d import PalimpsaDMixer
-from ...mixers.start import start_projections, start_scale
+from ...mixers.start import start_gate, start_steps
 from .configuration_palimpsa_d import PalimpsaDConfig
 
 LEAST_RATE = 1e-4
@@ -26,9 +26,7 @@ def initialize(module: nn.Module, config: PalimpsaDConfig) -> None:
     if isinstance(module, PalimpsaDMixer):
         _initialize_mixer(module, config)
     elif isinstance(module, Metaplasticity):
-        start_scale(module.beta_scale, init)
-        init.zeros_(module.log_prior)
-        start_projections(module.beta_down.weight, module.beta_up.weight, init)
+        start_gate(module, init)
     elif isinstance(module, nn.Embedding) or _is_head(module, config):
         init.normal_(module.weight, mean=0.0, std=config.initializer_range)
     elif hasattr(module, "eps") and hasattr(module, "weight"):
@@ -42,9 +40,7 @@ def _is_head(module: nn.Module, config: PalimpsaDConfig) -> bool:
 def _initialize_mixer(mixer: PalimpsaDMixer, config: PalimpsaDConfig) -> None:
     init.copy_(mixer.A_log, torch.empty_like(mixer.A_log).uniform_(0.0, 16.0).clamp(min=LEAST_RATE).log())
     init.ones_(mixer.D)
-    low, high = math.log(config.time_step_min), math.log(config.time_step_max)
-    step = torch.empty_like(mixer.dt_bias).uniform_(low, high).exp().clamp(min=config.time_step_floor)
-    init.copy_(mixer.dt_bias, step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+    start_steps(mixer.dt_bias, config, init)
     into = (mixer.q_proj, mixer.k_proj, mixer.v_proj, mixer.g_proj, mixer.bs_proj, mixer.dt_proj)
     for module in (*into, mixer.q_conv1d, mixer.k_conv1d, mixer.v_conv1d):
         init.kaiming_uniform_(module.weight, a=math.sqrt(5))

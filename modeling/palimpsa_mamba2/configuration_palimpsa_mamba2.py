@@ -12,12 +12,13 @@ from transformers import PreTrainedConfig
 from ...base.errors import UsageError
 from ...mixers.attention_geometry import AttentionGeometry
 from ...mixers.geometry import GateSpec, MixerGeometry, checked_gate
+from ...mixers.mamba2_keys import Mamba2Keys
 
 _LARGEST_FP32 = 3.4028234663852886e38
 
 
-class PalimpsaMamba2Config(PreTrainedConfig):
-    """The field names of the Mamba2 of transformers, and what the swapped layers add.
+class PalimpsaMamba2Config(Mamba2Keys, PreTrainedConfig):
+    """The field names of the Mamba2 of transformers, see `Mamba2Keys`, and what the swapped layers add.
 
     `palimpsa_layers=[]` is a plain Mamba2: the same classes load and run a source model. The gated norm always runs
     over each group's channels (mamba_ssm's semantics), and H P need not be spelled out: `num_heads * head_dim` must
@@ -29,9 +30,6 @@ class PalimpsaMamba2Config(PreTrainedConfig):
         beta_groups: groups of channels in a head that share one beta; None for head_dim, the form of the paper.
         beta_scale_form: "abs" or "softplus", see `Metaplasticity`.
         train_prior: whether log_prior is trained.
-        vocab_size: rows of the embedding, the padding of the vocabulary included.
-        time_step_limit: bounds of the step size in every forward pass; `time_step_min`, `time_step_max` and
-            `time_step_floor` belong to initialization alone.
         attn_layer_idx: layers that are attention instead of a mixer; kept sorted.
         attn_cfg: their settings, see `AttentionGeometry`; completed by mamba_ssm's defaults.
         d_intermediate: hidden channels of the MLP behind every mixer and attention, 0 for none.
@@ -46,32 +44,8 @@ class PalimpsaMamba2Config(PreTrainedConfig):
 
     model_type = "palimpsa_mamba2"
 
-    vocab_size: int = 50288
-    hidden_size: int = 768
-    num_hidden_layers: int = 24
-    num_heads: int = 24
-    head_dim: int = 64
-    state_size: int = 128
-    n_groups: int = 1
-    expand: int = 2
-    conv_kernel: int = 4
-    chunk_size: int = 256
-    use_bias: bool = False
-    use_conv_bias: bool = True
-    hidden_act: str = "silu"
-    layer_norm_epsilon: float = 1e-5
-    residual_in_fp32: bool = True
     rescale_prenorm_residual: bool = True
-    initializer_range: float = 0.02
-    time_step_limit: list[float] | tuple[float, ...] | None = (0.0, math.inf)
-    time_step_min: float = 0.001
-    time_step_max: float = 0.1
-    time_step_floor: float = 1e-4
-    tie_word_embeddings: bool = True
     use_cache: bool = True
-    pad_token_id: int | None = None
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
     palimpsa_layers: list[int] | tuple[int, ...] | None = None
     beta_rank: int | None = None
     beta_groups: int | None = None

@@ -15,7 +15,7 @@ from transformers import initialization as init
 from ...mixers.attention import Projection
 from ...mixers.metaplasticity import Metaplasticity
 from ...mixers.mixer import CausalConv1d, Mamba2Mixer
-from ...mixers.start import start_gate
+from ...mixers.start import start_gate, start_steps
 from .configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 
 
@@ -44,9 +44,7 @@ def _is_head(module: nn.Module, config: PalimpsaMamba2Config) -> bool:
 def _initialize_mixer(mixer: Mamba2Mixer, config: PalimpsaMamba2Config) -> None:
     init.copy_(mixer.A_log, torch.empty_like(mixer.A_log).uniform_(1.0, 16.0).log())
     init.ones_(mixer.D)
-    low, high = math.log(config.time_step_min), math.log(config.time_step_max)
-    step = torch.empty_like(mixer.dt_bias).uniform_(low, high).exp().clamp(min=config.time_step_floor)
-    init.copy_(mixer.dt_bias, step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+    start_steps(mixer.dt_bias, config, init)
     init.kaiming_uniform_(mixer.conv1d.weight, a=math.sqrt(5))
     init.kaiming_uniform_(mixer.in_proj.weight, a=math.sqrt(5))
     bound = (1.0 / (mixer.out_proj.weight.shape[1] * _branches(config))) ** 0.5

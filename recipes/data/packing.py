@@ -1,4 +1,4 @@
-"""Windows of tokens from a store: an endless, shuffled stream whose every position is known, packed without padding."""
+"""Token sequences from a store: an endless, shuffled stream whose every position is known, packed without padding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SPLIT_SEED = 0x5EED
 
 
 @dataclass(frozen=True)
-class Window:
+class TokenSequence:
     """One training or evaluation example.
 
     Attributes:
@@ -61,11 +61,11 @@ class TokenStream:
             raise DataError(f"the text holds {count}, too few to predict anything; give more text")
         self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
-    def window(self, position: int, length: int) -> Window:
-        """The window whose first input is the token at `position` of the endless stream.
+    def sequence(self, position: int, length: int) -> TokenSequence:
+        """The sequence whose first input is the token at `position` of the endless stream.
 
         Args:
-            position: tokens before the window, over all epochs.
+            position: tokens before the sequence, over all epochs.
             length: inputs T; one token more is read for the last target.
         """
         ids = np.empty(length + 1, np.int64)
@@ -84,18 +84,18 @@ class TokenStream:
                 trained[filled] = False  # the first token of a document does not follow from the one before
             filled, segment = filled + take, segment + 1
         targets = np.where(trained[1:], ids[1:], IGNORED)
-        return Window(ids[:-1], targets, segments[:-1] if self.reset and segments[-2] > 0 else None)
+        return TokenSequence(ids[:-1], targets, segments[:-1] if self.reset and segments[-2] > 0 else None)
 
-    def windows(self, count: int, length: int) -> list[Window]:
-        """At most `count` windows spread evenly over one epoch, so that one long document does not stand for the text.
+    def sequences(self, count: int, length: int) -> list[TokenSequence]:
+        """At most `count` sequences, spread evenly over one epoch: one long document does not stand for the text.
 
         No token is in two of them. Fewer when an epoch holds fewer; a single shorter one when it does not fill one.
         """
         available = (self.length - 1) // length
         if not available:
-            return [self.window(0, self.length - 1)]
+            return [self.sequence(0, self.length - 1)]
         count = min(count, available)
-        return [self.window(index * available // count * length, length) for index in range(count)]
+        return [self.sequence(index * available // count * length, length) for index in range(count)]
 
     def _document_at(self, position: int) -> tuple[int, int]:
         """Where in the store the document at a stream position goes on, and where it ends."""
@@ -168,44 +168,44 @@ def _digest(store: TokenStore, start: int, stop: int) -> bytes:
     return hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
 
 
-def as_window(tokens: Window | Sequence[int] | np.ndarray) -> Window:
-    """A window as it is, or plain token ids as one: all but the last are inputs, all but the first targets."""
-    if isinstance(tokens, Window):
+def as_sequence(tokens: TokenSequence | Sequence[int] | np.ndarray) -> TokenSequence:
+    """A sequence as it is, or plain token ids as one: all but the last are inputs, all but the first targets."""
+    if isinstance(tokens, TokenSequence):
         return tokens
     ids = np.asarray(tokens, np.int64).reshape(-1)
     if len(ids) < 2:
         raise DataError(f"a sequence of {counted(len(ids), 'token')} holds nothing to predict; give at least 2")
-    return Window(ids[:-1], ids[1:])
+    return TokenSequence(ids[:-1], ids[1:])
 
 
-def collate(windows: Sequence[Window], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """Windows of equal length as `input_ids`, `targets` [B, T] and, when documents are kept apart, `seq_idx` [B, T]."""
+def collate(sequences: Sequence[TokenSequence], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+    """Of equal length, as `input_ids`, `targets` [B, T] and, when documents are kept apart, `seq_idx` [B, T]."""
     batch = {
-        "input_ids": torch.from_numpy(np.stack([w.input_ids for w in windows])),
-        "targets": torch.from_numpy(np.stack([w.targets for w in windows])),
+        "input_ids": torch.from_numpy(np.stack([s.input_ids for s in sequences])),
+        "targets": torch.from_numpy(np.stack([s.targets for s in sequences])),
     }
-    if any(w.segments is not None for w in windows):
-        zero = np.zeros_like(windows[0].input_ids, dtype=np.int32)
-        batch["seq_idx"] = torch.from_numpy(np.stack([zero if w.segments is None else w.segments for w in windows]))
+    if any(s.segments is not None for s in sequences):
+        zero = np.zeros_like(sequences[0].input_ids, dtype=np.int32)
+        batch["seq_idx"] = torch.from_numpy(np.stack([zero if s.segments is None else s.segments for s in sequences]))
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-def batches(windows: Sequence[Window], size: int) -> Iterator[list[Window]]:
-    """Runs of at most `size` windows of equal length, in order."""
-    run: list[Window] = []
-    for window in windows:
-        if run and (len(run) == size or len(run[0].input_ids) != len(window.input_ids)):
+def batches(sequences: Sequence[TokenSequence], size: int) -> Iterator[list[TokenSequence]]:
+    """Runs of at most `size` sequences of equal length, in order."""
+    run: list[TokenSequence] = []
+    for sequence in sequences:
+        if run and (len(run) == size or len(run[0].input_ids) != len(sequence.input_ids)):
             yield run
             run = []
-        run.append(window)
+        run.append(sequence)
     if run:
         yield run
 
 
-def windows_key(windows: Sequence[Window]) -> str:
-    """sha256 over the ids and targets of windows: what a loss on them depends on."""
+def sequences_key(sequences: Sequence[TokenSequence]) -> str:
+    """sha256 over the ids and targets of sequences: what a loss on them depends on."""
     digest = hashlib.sha256()
-    for window in windows:
-        for part in (window.input_ids, window.targets):
+    for sequence in sequences:
+        for part in (sequence.input_ids, sequence.targets):
             digest.update(np.ascontiguousarray(part, dtype=np.int64).tobytes() + b"|")
     return digest.hexdigest()

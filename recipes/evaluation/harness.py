@@ -79,7 +79,7 @@ def run_tasks(
         tokenizer: its tokenizer.
         tasks: what `open_tasks` found.
         length: tokens of a question that are read; a longer one loses its beginning, which a note says. Perplexities
-            are over windows of as many. The harness would take 2,048, as a Mamba2's config names no length.
+            are over sequences of as many. The harness would take 2,048, as a Mamba2's config names no length.
         limit: questions of each task at most.
         batch_size: questions at a time.
 

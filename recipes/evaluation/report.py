@@ -32,7 +32,7 @@ class EvalRow(StrictPart):
         unit: of the values.
         better: which direction is an improvement, if either is.
         chance: what guessing would give.
-        samples: windows, sequences, questions or timings behind the figure.
+        samples: sequences, questions or timings behind the figure.
         model: None when the model has nothing to measure here (importance of a plain Mamba2).
         against: of the model it is compared with.
         difference: model - against; errors of paired samples.

@@ -155,7 +155,7 @@ SUMMARY_TOKENS = 100_000_000
 def estimate_rows(checkpoint: Checkpoint, layers: Sequence[int]) -> list[tuple[str, str, str, str]]:
     """(mode, parameters that train, memory, time) of usual ways to fine-tune a plan, for a table.
 
-    Windows of 2,048 tokens one at a time, bf16, blocks recomputed, `SUMMARY_TOKENS` of text.
+    Sequences of 2,048 tokens one at a time, bf16, blocks recomputed, `SUMMARY_TOKENS` of text.
     """
     rows = []
     for mode in ("full", "new+swapped", "lora"):

@@ -24,7 +24,7 @@ from ...surgery.checkpoint.loading import load_model
 from ...surgery.checkpoint.tokenizer import open_tokenizer, with_tokenizer
 from ...surgery.conversion.model_folder import output_specs
 from ..data.documents import open_text, text_key
-from ..data.packing import IGNORED, TokenStream, Window, shared_documents, split_documents, windows_key
+from ..data.packing import IGNORED, TokenSequence, TokenStream, sequences_key, shared_documents, split_documents
 from ..launch import launched_processes
 from .adapters import save_run
 from .checkpointing import Position, latest_checkpoint, load_checkpoint, model_key, read_position, trained_parameters
@@ -259,7 +259,7 @@ def assemble(accelerator: Any, checkpoint: Checkpoint, recipe: Recipe, out: Path
         stream=stream,
         recipe=recipe,
         folder=out,
-        position=Position(0, 0, key, checkpoint.fingerprint, stream.store.key, recipe.seed, windows_key(validation)),
+        position=Position(0, 0, key, checkpoint.fingerprint, stream.store.key, recipe.seed, sequences_key(validation)),
     )
     if validation:
         run.validate = lambda: evaluate_loss(
@@ -292,8 +292,10 @@ def save_final(run: Training, checkpoint: Checkpoint) -> None:
         ) from fault
 
 
-def open_streams(accelerator: Any, recipe: Recipe, tokenizer: Any, vocab_size: int) -> tuple[TokenStream, list[Window]]:
-    """The training stream and the validation windows; the first process on a machine tokenizes, the others wait.
+def open_streams(
+    accelerator: Any, recipe: Recipe, tokenizer: Any, vocab_size: int
+) -> tuple[TokenStream, list[TokenSequence]]:
+    """The training stream and the validation sequences; the first process on a machine tokenizes, the others wait.
 
     Raises:
         UsageError: the recipe names no text, or the tokenizer is another model's.
@@ -319,25 +321,25 @@ def open_streams(accelerator: Any, recipe: Recipe, tokenizer: Any, vocab_size: i
         if shared:
             logger.warning("%d of the %d documents of data.val are in data.train too", shared, held_out.documents)
         training = TokenStream(store, seed=recipe.seed, reset=reset)
-        return training, _validation_windows(TokenStream(held_out, reset=reset), recipe)
+        return training, _validation_sequences(TokenStream(held_out, reset=reset), recipe)
     kept, out = split_documents(store, data.val_fraction)
     training = TokenStream(store, kept, seed=recipe.seed, reset=reset)
     if not len(out):
         return training, []
-    return training, _validation_windows(TokenStream(store, out, reset=reset), recipe)
+    return training, _validation_sequences(TokenStream(store, out, reset=reset), recipe)
 
 
-def _validation_windows(stream: TokenStream, recipe: Recipe) -> list[Window]:
-    """The windows of the held-out text; none, and a warning, if nothing is to be predicted in them."""
-    windows = stream.windows(recipe.eval_windows, recipe.data.seq_len)
-    if windows and not any((window.targets != IGNORED).any() for window in windows):
+def _validation_sequences(stream: TokenStream, recipe: Recipe) -> list[TokenSequence]:
+    """The sequences of the held-out text; none, and a warning, if nothing is to be predicted in them."""
+    sequences = stream.sequences(recipe.eval_windows, recipe.data.seq_len)
+    if sequences and not any((sequence.targets != IGNORED).any() for sequence in sequences):
         logger.warning(
             "no validation: nothing is to be predicted in %s of the held-out text; raise data.seq_len or eval_windows, "
             "or give another data.val",
-            counted(len(windows), "sequence"),
+            counted(len(sequences), "sequence"),
         )
         return []
-    return windows
+    return sequences
 
 
 def _result(run: Training, seconds: float) -> RunResult:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...base.console import counted, human_bytes, progress
 from ...base.errors import TrainingError, UsageError
 from ...mixers.importance import record_importance
-from ..data.packing import IGNORED, Window, collate
+from ..data.packing import IGNORED, TokenSequence, collate
 from .checkpointing import full_tensor, save_checkpoint, trained_parameters
 from .diagnosis import bad_gradients, first_bad_module
 from .metrics import RunLog, Step, Training, memory_used, record_start, record_step, record_validation
@@ -95,7 +95,7 @@ def check_targets(run: Training) -> None:
     for step in steps:
         length = recipe.data.seq_len_at(step, total)
         places = range(tokens, tokens + length * recipe.batch_size, length)
-        empty += not any((run.stream.window(place, length).targets != IGNORED).any() for place in places)
+        empty += not any((run.stream.sequence(place, length).targets != IGNORED).any() for place in places)
         tokens += length * recipe.batch_size
         if empty == MOST_EMPTY:
             raise _nothing_to_predict(f"{empty} of the first {counted(step + 1, 'batch', 'batches')} hold")
@@ -112,7 +112,7 @@ def optimizer_step(run: Training, step: int) -> Step:
     accelerator, recipe = run.accelerator, run.recipe
     seed_step(recipe.seed, step, accelerator.process_index)
     length = recipe.data.seq_len_at(step, recipe.total_steps())
-    micro = [collate(w, accelerator.device) for w in my_windows(run, length)]
+    micro = [collate(group, accelerator.device) for group in my_sequences(run, length)]
     targets = sum(int((batch["targets"] != IGNORED).sum()) for batch in micro)
     targets = int(summed(accelerator, targets))
     tokens = length * recipe.batch_size
@@ -138,13 +138,13 @@ def optimizer_step(run: Training, step: int) -> Step:
     return Step(loss, norm, tokens)
 
 
-def my_windows(run: Training, length: int) -> Iterable[list[Window]]:
-    """This process's micro-batches of the step, each a list of windows."""
+def my_sequences(run: Training, length: int) -> Iterable[list[TokenSequence]]:
+    """This process's micro-batches of the step, each a list of sequences."""
     recipe, processes = run.recipe, run.accelerator.num_processes
     share = recipe.micro_batch_size * processes
     for first in range(run.accelerator.process_index * recipe.micro_batch_size, recipe.batch_size, share):
         numbers = range(first, first + recipe.micro_batch_size)
-        yield [run.stream.window(run.position.tokens + number * length, length) for number in numbers]
+        yield [run.stream.sequence(run.position.tokens + number * length, length) for number in numbers]
 
 
 def check_batch(recipe: Recipe, processes: int) -> None:

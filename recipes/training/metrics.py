@@ -44,7 +44,7 @@ class Training:
         recipe: what to do.
         folder: the run folder.
         position: where the run is; moves as it goes.
-        validate: gives the loss on the validation windows, or None.
+        validate: gives the loss on the validation sequences, or None.
         history: the lines of `metrics.jsonl`.
         behind: whether that file lacks some of them, as the disk refused one.
     """

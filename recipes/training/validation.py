@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from ...base.console import counted
 from ...base.errors import DataError, UsageError
 from ...base.statistics import difference, estimate
-from ..data.packing import IGNORED, Window, as_window, batches, collate
+from ..data.packing import IGNORED, TokenSequence, as_sequence, batches, collate
 from .losses import CausalLoss
 
 
@@ -26,33 +26,34 @@ class LossResult:
     Attributes:
         loss: nats per target, over all targets of all sequences.
         stderr: bootstrap standard error over sequences; zero for a single one, which says nothing about it.
-        windows: how many.
+        sequences: how many.
         tokens: targets predicted.
         seq_len: inputs of the longest sequence.
-        per_window: (sum of losses, targets) of each sequence, for paired comparisons.
+        per_sequence: (sum of losses, targets) of each sequence, for paired comparisons.
     """
 
     loss: float
     stderr: float
-    windows: int
+    sequences: int
     tokens: int
     seq_len: int
-    per_window: tuple[tuple[float, int], ...]
+    per_sequence: tuple[tuple[float, int], ...]
 
     @property
     def perplexity(self) -> float:
         return math.exp(min(self.loss, 700.0))
 
     def to_dict(self) -> dict[str, Any]:
-        values = asdict(self)
-        values.pop("per_window")
+        """For files, in which the number of sequences is called `windows`."""
+        values = {{"sequences": "windows"}.get(key, key): value for key, value in asdict(self).items()}
+        values.pop("per_sequence")
         return {**values, "perplexity": self.perplexity}
 
 
 @torch.no_grad()
 def evaluate_loss(
     model: nn.Module,
-    windows: Sequence[Window | Sequence[int] | np.ndarray],
+    sequences: Sequence[TokenSequence | Sequence[int] | np.ndarray],
     *,
     batch_size: int = 1,
     precision: str = "no",
@@ -62,21 +63,21 @@ def evaluate_loss(
 
     Args:
         model: a causal LM, or a `CausalLoss` (prepared by Accelerate or not).
-        windows: sequences, or plain token ids, of any lengths.
+        sequences: of any lengths; plain token ids will do.
         batch_size: sequences of equal length per forward pass.
         precision: "no" or "bf16" autocast, when `model` is a causal LM.
         accelerator: shares the sequences among its processes; every process gets the whole result.
     """
     module = model if isinstance(_unwrapped(model), CausalLoss) else CausalLoss(model, precision=precision)
-    ready = [as_window(window) for window in windows]
+    ready = [as_sequence(sequence) for sequence in sequences]
     was_training = module.training
     module.eval()
     try:
-        results = _per_window(module, ready, batch_size, accelerator)
+        results = _per_sequence(module, ready, batch_size, accelerator)
     finally:
         module.train(was_training)
         _reshard(module)
-    return summarize(results, max((len(window.input_ids) for window in ready), default=0))
+    return summarize(results, max((len(sequence.input_ids) for sequence in ready), default=0))
 
 
 def _reshard(module: nn.Module) -> None:
@@ -92,12 +93,12 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
-def _per_window(module: nn.Module, windows: list[Window], batch_size: int, accelerator: Any) -> np.ndarray:
-    """[windows, 2] sum of losses and number of targets of each window, those of other processes included."""
+def _per_sequence(module: nn.Module, sequences: list[TokenSequence], batch_size: int, accelerator: Any) -> np.ndarray:
+    """[sequences, 2] sum of losses and number of targets of each sequence, those of other processes included."""
     device = next(module.parameters()).device if accelerator is None else accelerator.device
     processes, mine = (1, 0) if accelerator is None else (accelerator.num_processes, accelerator.process_index)
-    results = torch.zeros(len(windows), 2, dtype=torch.float64)
-    groups = list(batches(windows, batch_size))
+    results = torch.zeros(len(sequences), 2, dtype=torch.float64)
+    groups = list(batches(sequences, batch_size))
     starts = np.cumsum([0, *(len(group) for group in groups)])
     for turn in range(mine, math.ceil(len(groups) / processes) * processes, processes):
         # Sharded models need the same number of passes everywhere: the last group is repeated, and not counted.
@@ -105,7 +106,7 @@ def _per_window(module: nn.Module, windows: list[Window], batch_size: int, accel
         losses = module(**collate(group, device), per_token=True).double().sum(dim=1)
         if turn < len(groups):
             results[starts[turn] : starts[turn + 1], 0] = losses.cpu()
-            counts = [int((window.targets != IGNORED).sum()) for window in group]
+            counts = [int((sequence.targets != IGNORED).sum()) for sequence in group]
             results[starts[turn] : starts[turn + 1], 1] = torch.tensor(counts, dtype=torch.float64)
     if processes > 1:
         results = accelerator.reduce(results.to(device), "sum").cpu()
@@ -113,24 +114,24 @@ def _per_window(module: nn.Module, windows: list[Window], batch_size: int, accel
 
 
 def summarize(results: np.ndarray, seq_len: int) -> LossResult:
-    """Loss and its bootstrap error from (sum, targets) of each window.
+    """Loss and its bootstrap error from (sum, targets) of each sequence.
 
     Raises:
         DataError: no sequence has a target, and no loss is none of nothing.
     """
-    windows, results = len(results), results[results[:, 1] > 0]
+    sequences, results = len(results), results[results[:, 1] > 0]
     if not len(results):
         raise DataError(
-            f"nothing is to be predicted in {counted(windows, 'sequence')}; give longer sequences or other text"
+            f"nothing is to be predicted in {counted(sequences, 'sequence')}; give longer sequences or other text"
         )
     loss, error = estimate(results)
-    per_window = tuple((float(total), int(count)) for total, count in results)
-    return LossResult(loss, error or 0.0, len(results), int(results[:, 1].sum()), seq_len, per_window)
+    per_sequence = tuple((float(total), int(count)) for total, count in results)
+    return LossResult(loss, error or 0.0, len(results), int(results[:, 1].sum()), seq_len, per_sequence)
 
 
 def paired_difference(first: LossResult, second: LossResult) -> tuple[float, float]:
-    """Loss of `second` less that of `first` on the same windows, with the bootstrap error of the difference."""
-    a, b = np.asarray(first.per_window), np.asarray(second.per_window)
+    """Loss of `second` less that of `first` on the same sequences, with the bootstrap error of the difference."""
+    a, b = np.asarray(first.per_sequence), np.asarray(second.per_sequence)
     if a.shape != b.shape or (a[:, 1] != b[:, 1]).any():
         raise UsageError(
             "the two losses are not of the same sequences; evaluate both models on the same text and lengths"

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ...base.console import progress
 from ...base.errors import PalimpsaError, UsageError, VerificationError
-from ...base.text import token_windows
+from ...base.text import token_sequences
 from ...mixers.geometry import GateSpec
 from ..checkpoint.tokenizer import open_tokenizer
 from ..families.hybrids import quiet_transformers
@@ -291,8 +291,8 @@ def _text(checkpoint: Checkpoint) -> tuple[Tensor, str]:
     vocabulary = checkpoint.config.vocab_size
     try:
         tokenizer = open_tokenizer(checkpoint)
-        windows, about = token_windows(None, tokenizer, tokens=TOKENS, seq_len=TOKENS, vocab_size=vocabulary)
-        return torch.as_tensor(windows[0])[None], about["data"]
+        sequences, about = token_sequences(None, tokenizer, tokens=TOKENS, seq_len=TOKENS, vocab_size=vocabulary)
+        return torch.as_tensor(sequences[0])[None], about["data"]
     except PalimpsaError as error:
         logger.info("comparing on random token ids: %s", error)
         ids = torch.randint(0, vocabulary, (1, TOKENS), generator=torch.Generator().manual_seed(0))

@@ -56,7 +56,7 @@ class Site:
 class Family(Protocol):
     """A kind of model.
 
-    Its configs are typed, frozen dataclasses, and have the names of transformers where a stage asks: the sizes of the
+    Its configs are typed dataclasses, and have the names of transformers where a stage asks: the sizes of the
     model, the vocabulary, tied or not, special tokens, `palimpsa_layers`, `gate`. What else is asked of a mixer is in
     its site. Opening must not wait for transformers, so the methods import it only where a family cannot know its
     tensors without building a class on `meta`. A layout refuses more layers than tensors before any of this.

@@ -5,7 +5,6 @@ mamba_ssm's hybrids are of this class too: some layers have attention in the mix
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...base.errors import CheckpointError
 from ...mixers.attention_geometry import AttentionGeometry, mlp_shapes
 from ...mixers.geometry import GateSpec, MixerGeometry, keeps_fp32
+from ...mixers.mamba2_keys import Mamba2Keys
 from .base import Site
 
 if TYPE_CHECKING:
@@ -23,12 +23,11 @@ if TYPE_CHECKING:
 EMBEDDING, HEAD = "backbone.embeddings.weight", "lm_head.weight"
 
 
-@dataclass(frozen=True)
-class Mamba2Config:
-    """The arguments of `PalimpsaMamba2Config` that a checkpoint decides, with the defaults of that class.
+@dataclass
+class Mamba2Config(Mamba2Keys):
+    """The arguments of `PalimpsaMamba2Config` that a checkpoint decides.
 
     Attributes:
-        vocab_size: the rows that the embedding has.
         palimpsa_layers: the layers already swapped, sorted.
         gate: the importance gate of those; None where the config says nothing of one.
         attn_layer_idx: the layers of attention, sorted.
@@ -36,30 +35,6 @@ class Mamba2Config:
         d_intermediate: hidden channels of the MLP of every layer, as the config says; 0 for none.
     """
 
-    vocab_size: int = 50288
-    hidden_size: int = 768
-    num_hidden_layers: int = 24
-    num_heads: int = 24
-    head_dim: int = 64
-    state_size: int = 128
-    n_groups: int = 1
-    expand: int = 2
-    conv_kernel: int = 4
-    chunk_size: int = 256
-    use_bias: bool = False
-    use_conv_bias: bool = True
-    hidden_act: str = "silu"
-    layer_norm_epsilon: float = 1e-5
-    residual_in_fp32: bool = True
-    initializer_range: float = 0.02
-    time_step_limit: tuple[float, float] = (0.0, math.inf)
-    time_step_min: float = 0.001
-    time_step_max: float = 0.1
-    time_step_floor: float = 1e-4
-    tie_word_embeddings: bool = True
-    pad_token_id: int | None = None
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
     palimpsa_layers: tuple[int, ...] = ()
     gate: GateSpec | None = None
     attn_layer_idx: tuple[int, ...] = ()

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ...base.console import progress
 from ...base.errors import CheckpointError
-from ...base.text import data_name, token_windows
+from ...base.text import data_name, token_sequences
 from ..checkpoint.tokenizer import open_tokenizer
 from .calibration import CalibrationSums
 from .layerwise import LayerFiles, run_by_layer
@@ -112,19 +112,19 @@ def static_forgetting(checkpoint: Checkpoint) -> Profile:
 
 def measure_forgetting(
     model: nn.Module,
-    windows: Sequence[np.ndarray],
+    sequences: Sequence[np.ndarray],
     *,
     batch_size: int = 2,
     calibrate: bool = True,
     files: LayerFiles | None = None,
 ) -> list[LayerProfile]:
-    """Runs the windows through the model and sums each mixer's step sizes.
+    """Runs the sequences through the model and sums each mixer's step sizes.
 
     The model is only watched: its mode, weights and outputs stay as they are, and the hooks go even after an error.
 
     Args:
         model: of a family in `families/`, on any device, in any dtype.
-        windows: token ids, arrays of any lengths.
+        sequences: token ids, arrays of any lengths.
         batch_size: sequences at a time; memory and speed depend on it, the figures do not.
         calibrate: also collect the statistics of the calibrated start.
         files: where the weights of the model are, unless it has them itself.
@@ -140,8 +140,8 @@ def measure_forgetting(
         with our_mixers(model) as found:
             sums = {layer: ForgettingSums(mixer, calibrate) for layer, mixer in found.items()}
             last = max(found)
-            with progress(len(windows) * (last + 1), "measuring") as bar, _watching(found, sums):
-                run_by_layer(model, windows, batch_size=batch_size, last=last, files=files, ran=bar.update)
+            with progress(len(sequences) * (last + 1), "measuring") as bar, _watching(found, sums):
+                run_by_layer(model, sequences, batch_size=batch_size, last=last, files=files, ran=bar.update)
     finally:
         model.train(training)
     return [layer_sums.result(layer) for layer, layer_sums in sums.items()]
@@ -214,7 +214,7 @@ def measure(
         if data is not None:
             logger.warning("--data %s: not used, as --static reads no text", data_name(data))
         return static_forgetting(checkpoint)
-    windows, about = token_windows(
+    sequences, about = token_sequences(
         data,
         open_tokenizer(checkpoint, tokenizer, token=token),
         tokens=tokens,
@@ -226,7 +226,7 @@ def measure(
     files = LayerFiles(checkpoint, device)
     most = min(BATCH_TOKENS, BATCH_NUMBERS // checkpoint.config.hidden_size)
     batch_size = batch_size or max(1, most // about["seq_len"])
-    layers = measure_forgetting(files.model, windows, batch_size=batch_size, calibrate=calibrate, files=files)
+    layers = measure_forgetting(files.model, sequences, batch_size=batch_size, calibrate=calibrate, files=files)
     return Profile(
         method="measured",
         source=checkpoint.source_id,

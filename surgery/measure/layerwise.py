@@ -1,8 +1,8 @@
 """Runs a text through a model layer by layer: all of it passes one decoder layer before the next one is needed.
 
 The model's own forward runs, once for as much text as `TEXT_BYTES` of hidden states hold, so that masks, positions and
-whatever else stands around the layers are its own. Each decoder layer takes that text a few windows at a time, and its
-output takes the place of its input. Memory is then the hidden states, the weights of one layer and what a few windows
+whatever else stands around the layers are its own. Each decoder layer takes that text a few sequences at a time; its
+output takes the place of its input. Memory is then the hidden states, the weights of one layer and what a few sequences
 need inside it; weights that are in files are read once for each `TEXT_BYTES`.
 """
 
@@ -106,22 +106,22 @@ class _Enough(Exception):  # noqa: N818 (nothing went wrong)
 @torch.no_grad()
 def run_by_layer(
     model: nn.Module,
-    windows: Sequence[np.ndarray],
+    sequences: Sequence[np.ndarray],
     *,
     batch_size: int,
     last: int,
     files: LayerFiles | None = None,
-    ran: Callable[[int], Any] = lambda windows: None,
+    ran: Callable[[int], Any] = lambda sequences: None,
 ) -> None:
-    """Runs windows through the decoder layers of a model, for whoever watches by hooks.
+    """Runs sequences through the decoder layers of a model, for whoever watches by hooks.
 
     Args:
         model: a causal language model of transformers; it is as it was before when the run ends, however it ends.
-        windows: token ids, arrays of any lengths. Those of a length go together, so that no token is padding.
-        batch_size: windows at a time inside a layer.
+        sequences: token ids, arrays of any lengths. Those of a length go together, so that no token is padding.
+        batch_size: sequences at a time inside a layer.
         last: number of the decoder layer after which the run ends; the head is never reached.
         files: where the model's weights are, unless it has them.
-        ran: called with the number of windows that have passed a layer.
+        ran: called with the number of sequences that have passed a layer.
     """
     decoder = model.get_decoder()
     device = model.get_input_embeddings().weight.device if files is None else files.device
@@ -134,7 +134,7 @@ def run_by_layer(
             raise _Enough
         return output
 
-    for ids in _texts(windows, batch_size, 4 * model.get_input_embeddings().embedding_dim):
+    for ids in _texts(sequences, batch_size, 4 * model.get_input_embeddings().embedding_dim):
         with (
             nullcontext(ids) if files is None else files.embedding(ids) as rows,
             _forwards(decoder.layers, run),
@@ -143,9 +143,9 @@ def run_by_layer(
             decoder(input_ids=torch.as_tensor(rows, dtype=torch.long, device=device), use_cache=False)
 
 
-def _texts(windows: Sequence[np.ndarray], batch_size: int, token_bytes: int) -> Iterator[np.ndarray]:
-    """Windows of one length, [B, T]: whole batches of them, as many as `TEXT_BYTES` hold."""
-    for length, same in itertools.groupby(sorted(windows, key=len), key=len):
+def _texts(sequences: Sequence[np.ndarray], batch_size: int, token_bytes: int) -> Iterator[np.ndarray]:
+    """Sequences of one length, [B, T]: whole batches of them, as many as `TEXT_BYTES` hold."""
+    for length, same in itertools.groupby(sorted(sequences, key=len), key=len):
         same = list(same)
         batches = max(1, TEXT_BYTES // (token_bytes * length * batch_size))
         for start in range(0, len(same), batches * batch_size):

@@ -3,8 +3,8 @@ import pytest
 from palimpsa_surgery.base.statistics import difference, estimate
 
 
-def windows(generator, count, level, hardness, weight=50):
-    """Rows (sum, weight) of windows whose means are level + hardness + their own noise."""
+def sequences(generator, count, level, hardness, weight=50):
+    """Rows (sum, weight) of sequences whose means are level + hardness + their own noise."""
     means = level + hardness + generator.normal(0, 0.02, count)
     return np.stack([means * weight, np.full(count, weight)], axis=1)
 
@@ -22,7 +22,7 @@ def test_the_error_is_the_one_of_a_mean():
 
 
 def test_the_error_of_a_perplexity_is_the_losses_error_times_the_perplexity():
-    samples = windows(np.random.default_rng(1), 100, 2.0, 0.0)
+    samples = sequences(np.random.default_rng(1), 100, 2.0, 0.0)
     loss, perplexity = estimate(samples), estimate(samples, exponential=True)
     assert perplexity.error == pytest.approx(loss.error * perplexity.value, rel=0.05)
 
@@ -37,7 +37,7 @@ def test_a_known_difference_is_covered():
     within = 0
     for _ in range(150):
         hardness = generator.normal(0, 0.5, 24)
-        found = difference(windows(generator, 24, 2.0, hardness), windows(generator, 24, 2.03, hardness))
+        found = difference(sequences(generator, 24, 2.0, hardness), sequences(generator, 24, 2.03, hardness))
         within += abs(found.value - 0.03) < 2 * found.error
     assert 0.88 < within / 150 < 0.99, "two standard errors hold about 95 of 100"
 
@@ -45,7 +45,7 @@ def test_a_known_difference_is_covered():
 def test_pairing_removes_what_is_hard_for_both():
     generator = np.random.default_rng(3)
     hardness = generator.normal(0, 0.5, 30)
-    one, other = windows(generator, 30, 2.1, hardness), windows(generator, 30, 2.0, hardness)
+    one, other = sequences(generator, 30, 2.1, hardness), sequences(generator, 30, 2.0, hardness)
     paired, apart = difference(one, other), difference(one, other, paired=False)
     assert paired.value == apart.value
     assert paired.error < 0.1 * apart.error
@@ -53,13 +53,13 @@ def test_pairing_removes_what_is_hard_for_both():
 
 
 def test_the_same_samples_differ_by_nothing():
-    samples = windows(np.random.default_rng(4), 9, 1.0, 0.0)
+    samples = sequences(np.random.default_rng(4), 9, 1.0, 0.0)
     assert difference(samples, samples) == (0.0, 0.0)
     assert difference(samples, samples, exponential=True) == (0.0, 0.0)
 
 
 def test_many_samples_are_drawn_in_pieces_and_give_the_same_figure_twice(monkeypatch):
     monkeypatch.setattr("palimpsa_surgery.base.statistics._CHUNK", 1000)
-    samples = windows(np.random.default_rng(5), 300, 1.0, 0.0)
+    samples = sequences(np.random.default_rng(5), 300, 1.0, 0.0)
     assert estimate(samples) == estimate(samples)
     assert estimate(samples).error == pytest.approx(0.02 / 300**0.5, rel=0.1)

@@ -130,51 +130,51 @@ def test_the_embedded_text_reads(tokenizer):
     assert max(max(ids) for ids in text.tokenize_documents(documents[:3], tokenizer)) < 4093
 
 
-def test_windows_cover_the_joined_documents(tmp_path):
+def test_sequences_cover_the_joined_documents(tmp_path):
     path = write(tmp_path / "d.jsonl", "\n".join(json.dumps(c * 5) for c in "abc"))
-    windows, description = text.token_windows(path, Characters(), tokens=18, seq_len=6, seed=3)
-    joined = np.concatenate(windows)
+    sequences, description = text.token_sequences(path, Characters(), tokens=18, seq_len=6, seed=3)
+    joined = np.concatenate(sequences)
     assert sorted(set(joined)) == [0, *map(ord, "abc")]
     assert list(np.flatnonzero(joined == 0)) == [5, 11, 17], "each document ends with the end-of-text token"
-    assert all(w.dtype == np.int64 and len(w) == 6 for w in windows)
+    assert all(w.dtype == np.int64 and len(w) == 6 for w in sequences)
     assert description == {"data": "d.jsonl", "tokens": 18, "seq_len": 6, "windows": 3, "seed": 3}
 
 
 def test_a_tokenizer_without_end_token_joins_without_one(tmp_path):
     path = write(tmp_path / "d.jsonl", '"aa"\n"bb"')
-    windows, _ = text.token_windows(path, NoEnd(), tokens=4, seq_len=4)
-    assert sorted(windows[0]) == [97, 97, 98, 98]
+    sequences, _ = text.token_sequences(path, NoEnd(), tokens=4, seq_len=4)
+    assert sorted(sequences[0]) == [97, 97, 98, 98]
 
 
-def test_windows_repeat_with_the_seed_and_change_with_it(tokenizer):
+def test_sequences_repeat_with_the_seed_and_change_with_it(tokenizer):
     def first(seed):
-        return text.token_windows(None, tokenizer, tokens=512, seq_len=128, seed=seed)[0]
+        return text.token_sequences(None, tokenizer, tokens=512, seq_len=128, seed=seed)[0]
 
     assert all(np.array_equal(a, b) for a, b in zip(first(1), first(1), strict=True))
     assert not np.array_equal(first(1)[0], first(2)[0])
 
 
-def test_windows_may_be_spread_over_more_text(tokenizer):
-    every, _ = text.token_windows(None, tokenizer, tokens=128 * 12, seq_len=128)
-    spread, description = text.token_windows(None, tokenizer, tokens=128 * 4, seq_len=128, spread=3)
-    assert [next(i for i, window in enumerate(every) if np.array_equal(window, s)) for s in spread] == [0, 3, 6, 9]
+def test_sequences_may_be_spread_over_more_text(tokenizer):
+    every, _ = text.token_sequences(None, tokenizer, tokens=128 * 12, seq_len=128)
+    spread, description = text.token_sequences(None, tokenizer, tokens=128 * 4, seq_len=128, spread=3)
+    assert [next(i for i, sequence in enumerate(every) if np.array_equal(sequence, s)) for s in spread] == [0, 3, 6, 9]
     assert (description["windows"], description["tokens"]) == (4, 512)
 
 
-def test_a_prefix_of_the_tokens_gives_the_first_windows(tokenizer):
-    few, _ = text.token_windows(None, tokenizer, tokens=256, seq_len=128)
-    more, _ = text.token_windows(None, tokenizer, tokens=1000, seq_len=128)
+def test_a_prefix_of_the_tokens_gives_the_first_sequences(tokenizer):
+    few, _ = text.token_sequences(None, tokenizer, tokens=256, seq_len=128)
+    more, _ = text.token_sequences(None, tokenizer, tokens=1000, seq_len=128)
     assert (len(few), len(more)) == (2, 7)
     assert all(np.array_equal(a, b) for a, b in zip(few, more, strict=False))
 
 
 def test_a_short_text_gives_what_it_has(tmp_path, caplog):
     path = write(tmp_path / "d.txt", "a" * 20)
-    windows, description = text.token_windows(path, Characters(), tokens=64, seq_len=8)
-    assert [len(w) for w in windows] == [8, 8]
+    sequences, description = text.token_sequences(path, Characters(), tokens=64, seq_len=8)
+    assert [len(w) for w in sequences] == [8, 8]
     assert "holds only 16 tokens in whole sequences, 64 were asked for" in caplog.text
-    windows, description = text.token_windows(path, Characters(), tokens=64, seq_len=64)
-    assert [len(w) for w in windows] == [21]
+    sequences, description = text.token_sequences(path, Characters(), tokens=64, seq_len=64)
+    assert [len(w) for w in sequences] == [21]
     assert (description["tokens"], description["seq_len"]) == (21, 21)
 
 
@@ -189,12 +189,12 @@ def test_a_short_text_gives_what_it_has(tmp_path, caplog):
 def test_lengths_and_ids_that_make_no_sense(tmp_path, options, error, message):
     path = write(tmp_path / "d.txt", "aaaaaaaaaaaa")
     with pytest.raises(error, match=message):
-        text.token_windows(path, Characters(), **options)
+        text.token_sequences(path, Characters(), **options)
 
 
 def test_one_token_is_too_few(tmp_path):
     with pytest.raises(DataError, match="holds 1 token, too few"):
-        text.token_windows(write(tmp_path / "d.txt", "a"), NoEnd(), tokens=8, seq_len=8)
+        text.token_sequences(write(tmp_path / "d.txt", "a"), NoEnd(), tokens=8, seq_len=8)
 
 
 def test_only_the_first_part_of_a_huge_text_is_held(monkeypatch):

@@ -50,10 +50,10 @@ def interrupted(monkeypatch):
     return run
 
 
-@pytest.fixture
-def recipe(text, tmp_path):
-    """Four steps of four short windows."""
-    return {
+@pytest.fixture(scope="session")
+def recipe_of(text):
+    """A function: four steps of four short sequences, their tokens kept in this folder."""
+    return lambda folder: {
         "schema_version": 1,
         "steps": 4,
         "batch_size": 4,
@@ -66,6 +66,11 @@ def recipe(text, tmp_path):
             "train": str(text),
             "seq_len": 24,
             "val_fraction": 0.2,
-            "cache": str(tmp_path / "cache"),
+            "cache": str(folder / "cache"),
         },
     }
+
+
+@pytest.fixture
+def recipe(recipe_of, tmp_path):
+    return recipe_of(tmp_path)

@@ -64,7 +64,7 @@ def test_held_out_documents_are_no_training_text(demo):
 
 def test_a_difference_that_rounds_to_nothing_has_no_minus(demo):
     source = demo.losses["source"]
-    near = replace(source, per_window=tuple((total - 1e-6, count) for total, count in source.per_window))
+    near = replace(source, per_sequence=tuple((total - 1e-6, count) for total, count in source.per_sequence))
     rows = replace(demo, losses={"source": source, "converted": near}).rows()
     assert rows[1][2] == "+0.0000 ± 0.0000"
 

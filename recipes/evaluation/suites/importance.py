@@ -20,20 +20,20 @@ _KINDS = (("metaplasticity ratio", "ratio"), ("mean importance", "mean"), ("head
 
 
 def run(subject: Subject, text: EvalText, options: EvalOptions) -> SuiteResult:
-    """Of each swapped layer after so many tokens of a window; samples are windows, at most `trials` of them.
+    """Of each swapped layer after so many tokens of a sequence; samples are sequences, at most `trials` of them.
 
     `metaplasticity ratio`: 95th over 5th percentile of I over the synapses of a head, averaged over heads.
     `mean importance`: of all synapses; what keeps growing with length shrinks the layer's output.
     `head spread`: mean importance of the head with the most over that of the head with the least.
     """
-    windows = text.windows(options.longest)[: options.trials]
-    seen = [_at_lengths(subject, window, options) for window in windows]
+    sequences = text.sequences(options.longest)[: options.trials]
+    seen = [_at_lengths(subject, sequence, options) for sequence in sequences]
     if not any(seen):
         return SuiteResult([], [f"{subject.name} has no Palimpsa-M layer, so it has no importance"])
     found = []
     for name, attribute in _KINDS:
         for length, layer in seen[0]:
-            values = [getattr(window[length, layer], attribute) for window in seen]
+            values = [getattr(sequence[length, layer], attribute) for sequence in seen]
             found.append(Measurement(name, "ratio", _samples(values), {"layer": layer, "length": length}))
     return SuiteResult(found + _heads(seen), text.shortfall(options.longest))
 
@@ -44,25 +44,25 @@ def _heads(seen: list[dict[tuple[int, int], LayerImportance]]) -> list[Measureme
     last = max(length for length, _ in seen[0])
     for length, layer in seen[0]:
         if length == last:
-            for head, values in enumerate(zip(*(window[length, layer].head_ratio for window in seen), strict=True)):
+            for head, values in enumerate(zip(*(sequence[length, layer].head_ratio for sequence in seen), strict=True)):
                 place = {"layer": layer, "length": length, "head": head}
                 found.append(Measurement(HEAD_RATIO, "ratio", _samples(values), place, detail=True))
     return found
 
 
 @torch.no_grad()
-def _at_lengths(subject: Subject, window: np.ndarray, options: EvalOptions) -> dict[tuple[int, int], LayerImportance]:
+def _at_lengths(subject: Subject, sequence: np.ndarray, options: EvalOptions) -> dict[tuple[int, int], LayerImportance]:
     """(length, layer) to the statistics after that many tokens; memory does not grow with the length.
 
     J is read where the state after a piece of text is kept, in the cache.
     """
-    ids = subject.tensor(window).unsqueeze(0)
+    ids = subject.tensor(sequence).unsqueeze(0)
     swapped = {layer: mixer for layer, mixer in mixers(subject.model).items() if hasattr(mixer, "metaplasticity")}
     if not swapped:
         return {}
-    wanted = {*options.lengths, len(window)}
+    wanted = {*options.lengths, len(sequence)}
     cache, found = None, {}
-    for start, stop in piece_bounds(len(window), options.chunk, options.lengths):
+    for start, stop in piece_bounds(len(sequence), options.chunk, options.lengths):
         _, cache = read_piece(subject.model.get_decoder(), ids[:, start:stop], cache, start)
         if stop in wanted:
             recorder = ImportanceRecorder()

@@ -24,9 +24,9 @@ def bucket_edges(targets: int) -> list[tuple[int, int]]:
 
 
 def run(subject: Subject, text: EvalText, options: EvalOptions) -> SuiteResult:
-    """Mean loss of the targets in each bucket, over windows of the longest length; samples are windows.
+    """Mean loss of the targets in each bucket, over sequences of the longest length; samples are sequences.
 
-    The position of a target is the number of tokens before it in its window.
+    The position of a target is the number of tokens before it in its sequence.
     """
     losses = np.stack(subject.losses(text, options.longest, options.chunk))
     found = []

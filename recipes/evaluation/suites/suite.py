@@ -20,7 +20,7 @@ import torch
 
 from ....base.console import counted
 from ....base.errors import DataError, EvaluationError, UsageError
-from ....base.text import opening_ids, token_windows
+from ....base.text import opening_ids, token_sequences
 from .streaming import stream_losses
 
 SUITES = ("loss", "positions", "recall", "needle", "speed", "importance")
@@ -124,10 +124,10 @@ class SuiteResult(NamedTuple):
 
 
 class EvalText:
-    """The text of an evaluation, cut into windows of any length; the same for every model.
+    """The text of an evaluation, cut into sequences of any length; the same for every model.
 
-    It is taken in blocks of the longest length from all over the data: windows of the same document are no independent
-    samples. Shorter windows are cut from the same blocks.
+    It is taken in blocks of the longest length from all over the data: sequences of one document are no independent
+    samples. Shorter sequences are cut from the same blocks.
 
     Args:
         data: as for `base.text.iter_documents`.
@@ -149,7 +149,7 @@ class EvalText:
     @cached_property
     def _blocks(self) -> list[np.ndarray]:
         spread = max(1, min(_SPREAD, _MOST_READ // self._tokens))
-        return token_windows(
+        return token_sequences(
             self._source,
             self.tokenizer,
             tokens=self._tokens,
@@ -169,16 +169,16 @@ class EvalText:
         """All of the text in one piece."""
         return np.concatenate(self._blocks)
 
-    def windows(self, length: int) -> list[np.ndarray]:
-        """Windows of `length` tokens, at most the longest; one shorter window when the text does not fill one."""
+    def sequences(self, length: int) -> list[np.ndarray]:
+        """Sequences of `length` tokens, at most the longest; one shorter sequence when the text does not fill one."""
         size = len(self._blocks[0])
         if length > size:
             return self._blocks[:1]
         return [block[i : i + length] for block in self._blocks for i in range(0, size - length + 1, length)]
 
     def shortfall(self, length: int) -> list[str]:
-        """A note where the windows of `windows` are shorter than asked for."""
-        actual = len(self.windows(length)[0])
+        """A note where those of `sequences` are shorter than asked for."""
+        actual = len(self.sequences(length)[0])
         if actual == length:
             return []
         return [f"the text does not fill a sequence of {length} tokens; one of {actual} was used instead"]
@@ -236,17 +236,17 @@ class Subject:
         return torch.from_numpy(np.ascontiguousarray(ids)).to(self.device)
 
     def losses(self, text: EvalText, length: int, chunk: int) -> list[np.ndarray]:
-        """The loss of every target of every window of `length` tokens; each [T - 1]; computed once.
+        """The loss of every target of every sequence of `length` tokens; each [T - 1]; computed once.
 
         Raises:
             EvaluationError: one is not finite.
         """
         if length not in self._losses:
-            windows = text.windows(length)
+            sequences = text.sequences(length)
             found: list[np.ndarray] = []
-            rows = max(1, chunk // len(windows[0]))
-            for start in range(0, len(windows), rows):
-                ids = self.tensor(np.stack(windows[start : start + rows]))
+            rows = max(1, chunk // len(sequences[0]))
+            for start in range(0, len(sequences), rows):
+                ids = self.tensor(np.stack(sequences[start : start + rows]))
                 found += list(stream_losses(self.model, ids, chunk).double().numpy())
             self._check(found, length)
             self._losses[length] = found

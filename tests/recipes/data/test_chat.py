@@ -200,15 +200,15 @@ def test_a_turn_that_ends_with_the_end_token_gets_no_second_one(tokenizer):
     assert ids.count(tokenizer.eos_token_id) == 4
 
 
-def test_windows_of_conversations_predict_the_assistant_only(tokenizer, tmp_path):
+def test_sequences_of_conversations_predict_the_assistant_only(tokenizer, tmp_path):
     path = tmp_path / "talk.jsonl"
     path.write_text(json.dumps({"messages": TALK}) + "\n\n" + json.dumps({"messages": TALK[:2]}) + "\n")
     store = open_text(path, tokenizer, chat=True, cache=tmp_path / "cache")
-    window = TokenStream(store).window(0, len(store.tokens) - 1)
+    sequence = TokenStream(store).sequence(0, len(store.tokens) - 1)
     rendered = [render_chat(Conversation(one), tokenizer)[0] for one in (TALK, TALK[:2])]
     ids, mask = (first + second for first, second in zip(*rendered, strict=True))
-    assert window.input_ids.tolist() == ids[:-1]
-    assert window.targets.tolist() == [token if on else IGNORED for token, on in zip(ids[1:], mask[1:], strict=True)]
+    assert sequence.input_ids.tolist() == ids[:-1]
+    assert sequence.targets.tolist() == [token if on else IGNORED for token, on in zip(ids[1:], mask[1:], strict=True)]
 
 
 def test_conversations_without_an_assistant_are_nothing_to_train_on(tokenizer, tmp_path):

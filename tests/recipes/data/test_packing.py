@@ -7,7 +7,7 @@ from palimpsa_surgery.recipes.data.documents import TokenStore
 from palimpsa_surgery.recipes.data.packing import (
     IGNORED,
     TokenStream,
-    as_window,
+    as_sequence,
     batches,
     collate,
     shared_documents,
@@ -23,16 +23,16 @@ def store(*lengths: int, trained=None) -> TokenStore:
 
 
 @pytest.mark.parametrize("length", [1, 3, 7, 20])
-def test_windows_tile_the_text_without_loss_or_overlap(length):
+def test_sequences_tile_the_text_without_loss_or_overlap(length):
     stream = TokenStream(store(5, 1, 9, 3), reset=False)
-    read = np.concatenate([stream.window(at, length).input_ids for at in range(0, 18 * length, length)])
+    read = np.concatenate([stream.sequence(at, length).input_ids for at in range(0, 18 * length, length)])
     assert (read == np.tile(np.arange(18), length)).all()
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_every_epoch_holds_every_token_once_in_another_order(seed):
     stream = TokenStream(store(5, 1, 9, 3), seed=seed)
-    epochs = [stream.window(epoch * 18, 18).input_ids for epoch in range(3)]
+    epochs = [stream.sequence(epoch * 18, 18).input_ids for epoch in range(3)]
     for epoch in epochs:
         assert sorted(epoch) == list(range(18))
     assert len({tuple(epoch) for epoch in epochs}) > 1
@@ -40,46 +40,46 @@ def test_every_epoch_holds_every_token_once_in_another_order(seed):
 
 def test_any_position_reads_the_same_from_a_fresh_stream():
     first = TokenStream(store(5, 1, 9, 3), seed=3)
-    there = [first.window(at, 6).input_ids.tolist() for at in range(0, 90, 6)]
+    there = [first.sequence(at, 6).input_ids.tolist() for at in range(0, 90, 6)]
     for index in (14, 2, 9):
-        assert TokenStream(store(5, 1, 9, 3), seed=3).window(index * 6, 6).input_ids.tolist() == there[index]
+        assert TokenStream(store(5, 1, 9, 3), seed=3).sequence(index * 6, 6).input_ids.tolist() == there[index]
 
 
 def test_documents_are_numbered_and_never_predicted_across_their_border():
-    window = TokenStream(store(3, 2, 4)).window(1, 7)
-    assert window.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
-    assert window.segments.tolist() == [0, 0, 1, 1, 2, 2, 2]
-    assert window.targets.tolist() == [2, IGNORED, 4, IGNORED, 6, 7, 8]
+    sequence = TokenStream(store(3, 2, 4)).sequence(1, 7)
+    assert sequence.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert sequence.segments.tolist() == [0, 0, 1, 1, 2, 2, 2]
+    assert sequence.targets.tolist() == [2, IGNORED, 4, IGNORED, 6, 7, 8]
 
 
 def test_a_stream_without_resets_predicts_across_borders():
-    window = TokenStream(store(3, 2, 4), reset=False).window(1, 7)
-    assert window.segments is None
-    assert window.targets.tolist() == [2, 3, 4, 5, 6, 7, 8]
+    sequence = TokenStream(store(3, 2, 4), reset=False).sequence(1, 7)
+    assert sequence.segments is None
+    assert sequence.targets.tolist() == [2, 3, 4, 5, 6, 7, 8]
 
 
 def test_one_document_needs_no_segments():
-    assert TokenStream(store(9)).window(2, 4).segments is None
+    assert TokenStream(store(9)).sequence(2, 4).segments is None
 
 
 def test_only_trained_tokens_are_targets():
     mask = np.array([0, 0, 1, 1, 0, 1], np.uint8)
-    window = TokenStream(store(6, trained=mask)).window(0, 5)
-    assert window.targets.tolist() == [IGNORED, 2, 3, IGNORED, 5]
+    sequence = TokenStream(store(6, trained=mask)).sequence(0, 5)
+    assert sequence.targets.tolist() == [IGNORED, 2, 3, IGNORED, 5]
 
 
-def test_validation_windows_do_not_repeat_text():
-    windows = TokenStream(store(5, 6)).windows(10, 4)
-    assert [w.input_ids.tolist() for w in windows] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert TokenStream(store(3)).windows(10, 4)[0].input_ids.tolist() == [0, 1]
+def test_validation_sequences_do_not_repeat_text():
+    sequences = TokenStream(store(5, 6)).sequences(10, 4)
+    assert [w.input_ids.tolist() for w in sequences] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert TokenStream(store(3)).sequences(10, 4)[0].input_ids.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(
     ("count", "starts"), [(1, [0]), (2, [0, 8]), (3, [0, 4, 8]), (4, [0, 4, 8, 12]), (9, [0, 4, 8, 12])]
 )
-def test_validation_windows_come_from_all_over_the_text(count, starts):
-    windows = TokenStream(store(7, 10)).windows(count, 4)
-    assert [int(w.input_ids[0]) for w in windows] == starts
+def test_validation_sequences_come_from_all_over_the_text(count, starts):
+    sequences = TokenStream(store(7, 10)).sequences(count, 4)
+    assert [int(w.input_ids[0]) for w in sequences] == starts
 
 
 def test_too_little_text_is_refused():
@@ -101,23 +101,23 @@ def test_a_single_document_cannot_be_split():
     assert len(split_documents(store(9), 0)[1]) == 0
 
 
-def test_plain_ids_become_a_window():
-    window = as_window([4, 5, 6])
-    assert (window.input_ids.tolist(), window.targets.tolist()) == ([4, 5], [5, 6])
+def test_plain_ids_become_a_sequence():
+    sequence = as_sequence([4, 5, 6])
+    assert (sequence.input_ids.tolist(), sequence.targets.tolist()) == ([4, 5], [5, 6])
     with pytest.raises(DataError, match="nothing to predict"):
-        as_window([4])
+        as_sequence([4])
 
 
-def test_collating_mixes_windows_with_and_without_borders():
+def test_collating_mixes_sequences_with_and_without_borders():
     stream = TokenStream(store(4, 6, 8))
-    batch = collate([stream.window(0, 6), stream.window(10, 6)])
+    batch = collate([stream.sequence(0, 6), stream.sequence(10, 6)])
     assert batch["seq_idx"].tolist() == [[0, 0, 0, 0, 1, 1], [0] * 6]
-    assert "seq_idx" not in collate([stream.window(10, 6)])
+    assert "seq_idx" not in collate([stream.sequence(10, 6)])
 
 
-def test_batches_hold_windows_of_one_length():
-    windows = [as_window(range(n)) for n in (5, 5, 5, 3, 5)]
-    assert [[len(w.input_ids) for w in run] for run in batches(windows, 2)] == [[4, 4], [4], [2], [4]]
+def test_batches_hold_sequences_of_one_length():
+    sequences = [as_sequence(range(n)) for n in (5, 5, 5, 3, 5)]
+    assert [[len(w.input_ids) for w in run] for run in batches(sequences, 2)] == [[4, 4], [4], [2], [4]]
 
 
 def with_contents(*contents: str) -> TokenStore:

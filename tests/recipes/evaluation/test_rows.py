@@ -46,7 +46,7 @@ def test_a_difference_is_the_model_less_the_other():
     (row,) = compare("loss", [measurement()], [measurement(samples=((22.0, 10.0), (33.0, 10.0)))], NAMES)
     assert (row.model.value, row.against.value) == (2.55, 2.75)
     assert row.difference.value == pytest.approx(-0.2)
-    assert row.difference.error == pytest.approx(0.0, abs=1e-12), "the same windows are harder for both by the same"
+    assert row.difference.error == pytest.approx(0.0, abs=1e-12), "the same sequences are harder for both by the same"
     assert row.model.error > 0.1
     assert row.samples == 2
 

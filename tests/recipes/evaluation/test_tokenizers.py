@@ -8,7 +8,7 @@ import numpy as np
 import pico
 import pytest
 from palimpsa_surgery.base.errors import CheckpointError, UsageError
-from palimpsa_surgery.base.text import embedded_checkpoint_path, token_windows
+from palimpsa_surgery.base.text import embedded_checkpoint_path, token_sequences
 from palimpsa_surgery.recipes.data.documents import open_text, tokenizer_key
 from palimpsa_surgery.recipes.evaluation import harness
 from palimpsa_surgery.recipes.evaluation.evaluate import evaluate
@@ -119,9 +119,9 @@ def test_documents_begin_as_the_tokenizer_begins_a_text(begins, documents, tmp_p
     assert expected[0] == 0
     store = open_text(documents, begins, cache=tmp_path / "cache")
     assert store.tokens.tolist() == expected
-    [window], _ = token_windows(documents, begins, tokens=512, seq_len=512)
-    assert sorted(window.tolist()) == sorted(expected)
-    assert window[0] == 0
+    [sequence], _ = token_sequences(documents, begins, tokens=512, seq_len=512)
+    assert sorted(sequence.tolist()) == sorted(expected)
+    assert sequence[0] == 0
 
 
 def test_a_document_in_pieces_begins_once(begins, tmp_path, monkeypatch):

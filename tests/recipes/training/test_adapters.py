@@ -1,5 +1,6 @@
 """LoRA: the new parameters go along, and adapter + base = merged = the trained model."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -27,19 +28,26 @@ IDS = torch.arange(30).view(1, 30)
 PLAIN = lora_settings({"peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_modules": ["in_proj", "out_proj"]})
 
 
+NO_CODE = ("palimpsa_surgery.modeling.bundle.bundle_remote_code", lambda folder, model_type: ())
+"""Bundling the code is tested where it is written."""
+
+
 @pytest.fixture(autouse=True)
 def without_code(monkeypatch):
-    """Bundling the code is tested where it is written."""
-    monkeypatch.setattr("palimpsa_surgery.modeling.bundle.bundle_remote_code", lambda folder, model_type: ())
+    monkeypatch.setattr(*NO_CODE)
 
 
 @pytest.fixture
 def lora(recipe):
+    return with_lora(recipe)
+
+
+def with_lora(recipe):
     return {**recipe, "mode": "lora", "lora": {"rank": 2, "alpha": 8, "dropout": 0.1}, "lr": 1e-2}
 
 
-@pytest.fixture
-def run(model_folder, lora, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def trained(model_folder, recipe_of, tmp_path_factory):
     """A finished run, and the logits of the model in memory at its end."""
     seen = {}
     original = loop.train
@@ -50,8 +58,19 @@ def run(model_folder, lora, tmp_path, monkeypatch):
         seen["logits"] = model(input_ids=IDS).logits.detach()
         seen["trained"] = [name for name, p in model.named_parameters() if p.requires_grad]
 
-    monkeypatch.setattr("palimpsa_surgery.recipes.training.finetune.train", watched)
-    return finetune(model_folder, lora, tmp_path / "run"), seen
+    folder = tmp_path_factory.mktemp("lora")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*NO_CODE)
+        patch.setattr("palimpsa_surgery.recipes.training.finetune.train", watched)
+        return finetune(model_folder, with_lora(recipe_of(folder)), folder / "run"), seen
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """The finished run in a folder that a test may change."""
+    result, seen = trained
+    folder = shutil.copytree(result.folder, tmp_path / "run")
+    return dataclasses.replace(result, folder=folder, final=folder / "final"), seen
 
 
 def close(one, other):

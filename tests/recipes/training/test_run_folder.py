@@ -19,7 +19,7 @@ from palimpsa_surgery.base.errors import (
     TrainingError,
     UsageError,
 )
-from palimpsa_surgery.recipes.data.packing import IGNORED, TokenStream, Window
+from palimpsa_surgery.recipes.data.packing import IGNORED, TokenSequence, TokenStream
 from palimpsa_surgery.recipes.training import loop, run_folder
 from palimpsa_surgery.recipes.training.finetune import finetune
 from palimpsa_surgery.recipes.training.loop import check_batch
@@ -35,12 +35,19 @@ def snapshot(folder):
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
+@pytest.fixture(scope="module")
+def ended(model_folder, recipe_of, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ended")
+    recipe = {**recipe_of(folder), "steps": 2, "save_every": 1}
+    finetune(model_folder, recipe, folder / "run")
+    return recipe, folder / "run"
+
+
 @pytest.fixture
-def finished(model_folder, recipe, tmp_path):
-    """The recipe and the folder of a run that ended, with a checkpoint."""
-    recipe = {**recipe, "steps": 2, "save_every": 1}
-    finetune(model_folder, recipe, tmp_path / "run")
-    return recipe, tmp_path / "run"
+def finished(ended, tmp_path):
+    """The recipe and the folder of a run that ended, with a checkpoint; a test may change the folder."""
+    recipe, folder = ended
+    return recipe, shutil.copytree(folder, tmp_path / "run")
 
 
 FAULTS = {
@@ -319,16 +326,16 @@ def test_a_place_that_cannot_be_made_is_named(tmp_path, monkeypatch):
 @pytest.fixture
 def blank(monkeypatch, recipe):
     """blank(steps) -> a recipe in whose steps of these numbers (from 0) nothing is to be predicted."""
-    original, tokens = TokenStream.window, recipe["batch_size"] * recipe["data"]["seq_len"]
+    original, tokens = TokenStream.sequence, recipe["batch_size"] * recipe["data"]["seq_len"]
 
     def make(steps):
-        def window(self, position, length):
+        def sequence(self, position, length):
             found = original(self, position, length)
             if position // tokens not in steps:
                 return found
             return dataclasses.replace(found, targets=np.full_like(found.targets, IGNORED))
 
-        monkeypatch.setattr(TokenStream, "window", window)
+        monkeypatch.setattr(TokenStream, "sequence", sequence)
         return {**recipe, "data": {**recipe["data"], "val_fraction": 0}}
 
     return make
@@ -395,10 +402,10 @@ def test_conversations_cut_before_their_answers_cost_nothing_with_force(model_fo
 def test_a_validation_without_targets_is_said_and_is_no_loss_of_nothing(
     named, model_folder, recipe, text, tmp_path, caplog, monkeypatch
 ):
-    original = TokenStream.windows
+    original = TokenStream.sequences
     monkeypatch.setattr(
         TokenStream,
-        "windows",
+        "sequences",
         lambda *asked: [dataclasses.replace(w, targets=np.full_like(w.targets, IGNORED)) for w in original(*asked)],
     )
     data = {**recipe["data"], **({"val": str(text), "val_fraction": 0} if named else {})}
@@ -413,9 +420,9 @@ def test_a_validation_without_targets_is_said_and_is_no_loss_of_nothing(
 
 
 def test_a_loss_over_no_target_is_refused(model):
-    window = Window(np.arange(4), np.full(4, IGNORED))
+    sequence = TokenSequence(np.arange(4), np.full(4, IGNORED))
     with pytest.raises(DataError, match="nothing is to be predicted in 2 sequences; give longer sequences"):
-        evaluate_loss(model, [window, window])
+        evaluate_loss(model, [sequence, sequence])
 
 
 @pytest.mark.parametrize(("warmup", "said"), [(4, True), (9, True), (3, False), (0.5, False)])

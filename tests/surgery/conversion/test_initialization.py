@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from palimpsa_surgery.base.errors import UsageError
-from palimpsa_surgery.base.text import embedded_checkpoint_path, token_windows
+from palimpsa_surgery.base.text import embedded_checkpoint_path, token_sequences
 from palimpsa_surgery.mixers.geometry import GateSpec, MixerGeometry
 from palimpsa_surgery.mixers.metaplasticity import Metaplasticity
 from palimpsa_surgery.surgery.checkpoint.checkpoint import open_checkpoint
@@ -114,13 +114,13 @@ def profile():
 
 
 @pytest.fixture(scope="module")
-def windows():
+def sequences():
     tokenizer = load_tokenizer(embedded_checkpoint_path())
-    return token_windows(None, tokenizer, tokens=1024, seq_len=512)[0]
+    return token_sequences(None, tokenizer, tokens=1024, seq_len=512)[0]
 
 
 @pytest.mark.parametrize("strength", [0.1, 1.0])
-def test_calibrated_start_keeps_the_scale_of_each_head_on_real_text(tmp_path, profile, windows, strength):
+def test_calibrated_start_keeps_the_scale_of_each_head_on_real_text(tmp_path, profile, sequences, strength):
     """Runs both recurrences token by token: mean growth is the strength, and M / I fits M with a slope of one."""
     convert(
         embedded_checkpoint_path(), tmp_path / "out", layers=(4,), init="calibrated", strength=strength, profile=profile
@@ -128,7 +128,7 @@ def test_calibrated_start_keeps_the_scale_of_each_head_on_real_text(tmp_path, pr
     mixer = load_model(tmp_path / "out", dtype=torch.float32).backbone.layers[4].mixer
     growth, fit, square = (torch.zeros(mixer.geometry.num_heads, dtype=torch.float64) for _ in range(3))
     count = 0
-    for x, keys, step, beta, prior in _inputs(tmp_path / "out", windows, mixer):
+    for x, keys, step, beta, prior in _inputs(tmp_path / "out", sequences, mixer):
         M = torch.zeros(*x.shape[1:], keys.shape[-1], dtype=torch.float64)
         J = torch.zeros(*beta.shape[1:], keys.shape[-1], dtype=torch.float64)
         for t in range(len(x)):
@@ -147,14 +147,14 @@ def test_calibrated_start_keeps_the_scale_of_each_head_on_real_text(tmp_path, pr
 
 
 @torch.no_grad()
-def _inputs(folder, windows, mixer):
-    """What reaches the scan of layer 4, in fp64, window by window."""
+def _inputs(folder, sequences, mixer):
+    """What reaches the scan of layer 4, in fp64, sequence by sequence."""
     model = load_model(folder, dtype=torch.float32)
     seen = []
     model.backbone.layers[4].mixer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-    for window in windows:
+    for sequence in sequences:
         seen.clear()
-        model.backbone(input_ids=torch.as_tensor(window)[None], use_cache=False)
+        model.backbone(input_ids=torch.as_tensor(sequence)[None], use_cache=False)
         _, channels, raw = mixer.split_projection(mixer.in_proj(seen[0]))
         x, keys, _ = mixer.split_channels(mixer.conv1d(channels)[0])
         step = mixer.step_size(raw)
@@ -163,7 +163,7 @@ def _inputs(folder, windows, mixer):
         yield x[0].double(), keys[0, :, :, None].double(), step[0].double(), beta[0].double(), prior.double()
 
 
-def test_identity_start_moves_within_fifty_steps(tmp_path, windows):
+def test_identity_start_moves_within_fifty_steps(tmp_path, sequences):
     """Scale tenfold and more, W_down and W_up visibly, at the learning rate of the recipes; the prior stays above 0."""
     convert(embedded_checkpoint_path(), tmp_path / "out", layers=(1, 4), verify="none")
     model = load_model(tmp_path / "out", dtype=torch.float32).train()
@@ -173,7 +173,7 @@ def test_identity_start_moves_within_fifty_steps(tmp_path, windows):
         parameter.requires_grad_(False)
     trained = [parameter.requires_grad_() for gate in gates for parameter in gate.parameters()]
     optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.0)
-    ids = torch.as_tensor(windows[0][:128]).view(2, 64)
+    ids = torch.as_tensor(sequences[0][:128]).view(2, 64)
     losses = []
     for _ in range(50):
         loss = model(input_ids=ids, labels=ids).loss
@@ -192,10 +192,10 @@ def test_identity_start_moves_within_fifty_steps(tmp_path, windows):
             assert moved > 0.01, name
 
 
-def test_identity_gradient_of_the_scale_does_not_vanish(tmp_path, windows):
+def test_identity_gradient_of_the_scale_does_not_vanish(tmp_path, sequences):
     convert(embedded_checkpoint_path(), tmp_path / "out", layers=(4,), verify="none")
     model = load_model(tmp_path / "out", dtype=torch.float32).train()
-    ids = torch.as_tensor(windows[0][:200])[None]
+    ids = torch.as_tensor(sequences[0][:200])[None]
     model(input_ids=ids, labels=ids).loss.backward()
     gate = model.backbone.layers[4].mixer.metaplasticity
     assert gate.beta_scale.grad.abs().median() > 1e-6

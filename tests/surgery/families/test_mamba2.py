@@ -46,7 +46,7 @@ def test_the_expected_tensors_are_those_of_the_model(swapped, tied, bias, conv_b
         assert site.gate == (config.gate if layer in swapped else None)
 
 
-def test_the_defaults_are_those_of_the_class():
+def test_what_surgery_adds_is_off_by_default_as_in_the_class():
     ours, theirs = Mamba2Config().arguments(), PalimpsaMamba2Config()
     assert {key: getattr(theirs, key) for key in ours} == {**ours, "time_step_limit": list(ours["time_step_limit"])}
     assert set(ours) <= set(inspect.signature(PalimpsaMamba2Config).parameters)

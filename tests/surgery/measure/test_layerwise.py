@@ -53,12 +53,12 @@ def test_figures_are_those_of_whole_passes_to_the_bit(kind, tmp_path):
     if kind != "embedded":
         WRITERS[kind](tmp_path / "source")
     checkpoint = open_checkpoint(embedded_checkpoint_path() if kind == "embedded" else tmp_path / "source")
-    windows = texts(70, 70, 9, 70)
+    sequences = texts(70, 70, 9, 70)
     files = LayerFiles(checkpoint)
     model = load_model(checkpoint, dtype=torch.float32)
-    expected = by_whole_passes(model, [windows[2:3], windows[:2], windows[3:]])
-    assert measure_forgetting(files.model, windows, files=files) == expected
-    assert measure_forgetting(model, windows) == expected
+    expected = by_whole_passes(model, [sequences[2:3], sequences[:2], sequences[3:]])
+    assert measure_forgetting(files.model, sequences, files=files) == expected
+    assert measure_forgetting(model, sequences) == expected
 
 
 @pytest.mark.gpu
@@ -97,14 +97,14 @@ def test_the_run_ends_after_the_last_layer_that_is_watched(checkpoint):
     assert not seen
 
 
-@pytest.mark.parametrize(("windows", "times"), [(4, 1), (3, 2), (2, 2), (1, 4)])
-def test_weights_are_read_once_for_as_much_text_as_memory_holds(checkpoint, monkeypatch, windows, times):
+@pytest.mark.parametrize(("sequences", "times"), [(4, 1), (3, 2), (2, 2), (1, 4)])
+def test_weights_are_read_once_for_as_much_text_as_memory_holds(checkpoint, monkeypatch, sequences, times):
     loaded = []
     load = Checkpoint.load
     monkeypatch.setattr(Checkpoint, "load", lambda self, name: loaded.append(name) or load(self, name))
-    monkeypatch.setattr(layerwise, "TEXT_BYTES", windows * 8 * 16 * 4)
+    monkeypatch.setattr(layerwise, "TEXT_BYTES", sequences * 8 * 16 * 4)
     files = LayerFiles(checkpoint)
-    batch_size = min(windows, 2)
+    batch_size = min(sequences, 2)
     measured = measure_forgetting(files.model, texts(8, 8, 8, 8), batch_size=batch_size, files=files)
     in_layers = [name for name in checkpoint.tensors if ".layers." in name]
     assert sorted(loaded) == sorted(in_layers * times)

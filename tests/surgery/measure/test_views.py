@@ -55,8 +55,8 @@ def by_the_host(variant, monkeypatch):
     for layer in layers:
         norm = host.get_submodule(norm_path(host.config, layer))
         norm.register_forward_hook(lambda _module, _inputs, output: squares.append(output.double().square().sum()))
-    for window in texts():
-        host.get_decoder()(input_ids=torch.as_tensor(window)[None], use_cache=False)
+    for sequence in texts():
+        host.get_decoder()(input_ids=torch.as_tensor(sequence)[None], use_cache=False)
     sums = [sum(values[place :: len(layers)]) for values in (steps, squares) for place in range(len(layers))]
     rates, energies = sums[: len(layers)], sums[len(layers) :]
     tokens = sum(LENGTHS)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from palimpsa_surgery.base.errors import CheckpointError, DataError, EvaluationError, UsageError
-from palimpsa_surgery.base.text import embedded_checkpoint_path, token_windows
+from palimpsa_surgery.base.text import embedded_checkpoint_path, token_sequences
 from palimpsa_surgery.mixers.importance import record_importance
 from palimpsa_surgery.recipes.evaluation.suites import importance as suite_importance
 from palimpsa_surgery.recipes.evaluation.suites import loss as suite_loss
@@ -76,11 +76,11 @@ def test_lengths_are_sorted_and_each_counts_once():
 
 
 def test_the_text_is_the_same_at_every_length(evaluated):
-    short, whole = evaluated.windows(25), evaluated.windows(50)
+    short, whole = evaluated.sequences(25), evaluated.sequences(50)
     assert (len(short), len(whole)) == (12, 6)
     assert np.array_equal(np.concatenate(short), np.concatenate(whole))
     assert np.array_equal(evaluated.stream, np.concatenate(whole))
-    assert [len(window) for window in evaluated.windows(24)] == [24] * 12, "what is left of a block is not used"
+    assert [len(sequence) for sequence in evaluated.sequences(24)] == [24] * 12, "what is left of a block is not used"
 
 
 def test_the_text_comes_from_all_over_the_data(tokenizer, tmp_path):
@@ -88,8 +88,8 @@ def test_the_text_comes_from_all_over_the_data(tokenizer, tmp_path):
     words = ["table", "index", "query", "commit", "schema", "column", "vacuum", "cursor"]
     path.write_text("".join(json.dumps({"text": f" {word}" * 60}) + "\n" for word in words))
     spread = EvalText(path, tokenizer, longest=20, tokens=100, seed=0, vocab_size=4096)
-    assert len({window[10] for window in spread.windows(20)}) > 3
-    assert len({window[10] for window in token_windows(path, tokenizer, tokens=100, seq_len=20)[0]}) < 3
+    assert len({sequence[10] for sequence in spread.sequences(20)}) > 3
+    assert len({sequence[10] for sequence in token_sequences(path, tokenizer, tokens=100, seq_len=20)[0]}) < 3
 
 
 def test_filler_goes_round_and_has_an_end(evaluated):
@@ -116,20 +116,20 @@ def test_rare_tokens_are_still_found_when_the_text_around_uses_all_of_them(evalu
 
 def test_a_tokenizer_of_another_model_is_refused(tokenizer):
     with pytest.raises(CheckpointError, match="embedding has 100 rows"):
-        EvalText(None, tokenizer, longest=50, tokens=300, seed=0, vocab_size=100).windows(20)
+        EvalText(None, tokenizer, longest=50, tokens=300, seed=0, vocab_size=100).sequences(20)
 
 
 def test_the_loss_is_that_of_training_at_every_length(subject, evaluated):
     found = {m.key: m for m in suite_loss.run(subject, evaluated, options()).measurements}
     for length in LENGTHS:
-        expected = evaluate_loss(subject.model, evaluated.windows(length))
+        expected = evaluate_loss(subject.model, evaluated.sequences(length))
         loss = found["loss", ("length", length)]
         assert value(loss) == pytest.approx(expected.loss, abs=1e-5)
-        assert len(loss.samples) == expected.windows
+        assert len(loss.samples) == expected.sequences
         assert found["perplexity", ("length", length)].exponential
 
 
-def test_a_text_shorter_than_a_window_is_measured_whole_and_said(subject, tokenizer, tmp_path):
+def test_a_text_shorter_than_a_sequence_is_measured_whole_and_said(subject, tokenizer, tmp_path):
     (tmp_path / "short.txt").write_text("CREATE TABLE t(a, b); SELECT a FROM t;")
     short = EvalText(tmp_path / "short.txt", tokenizer, longest=64, tokens=64, seed=0, vocab_size=4096)
     found, notes = suite_loss.run(subject, short, options(lengths=(64,)))
@@ -147,10 +147,10 @@ def test_buckets_cover_every_target_once(targets):
 def test_positions_by_chunked_prefill_equal_one_pass(evaluated):
     subject = Subject(make_model().double().eval(), "tiny")
     pieces = suite_positions.run(subject, evaluated, options(chunk=7)).measurements
-    windows = torch.from_numpy(np.stack(evaluated.windows(50)))
+    sequences = torch.from_numpy(np.stack(evaluated.sequences(50)))
     with torch.no_grad():
-        logits = subject.model(input_ids=windows, use_cache=False).logits
-    losses = torch.nn.functional.cross_entropy(logits[:, :-1].mT, windows[:, 1:], reduction="none").numpy()
+        logits = subject.model(input_ids=sequences, use_cache=False).logits
+    losses = torch.nn.functional.cross_entropy(logits[:, :-1].mT, sequences[:, 1:], reduction="none").numpy()
     assert [m.at for m in pieces] == [{"from": 1, "to": 15}, {"from": 16, "to": 31}, {"from": 32, "to": 49}]
     for measurement in pieces:
         part = losses[:, measurement.at["from"] - 1 : measurement.at["to"]]
@@ -168,10 +168,10 @@ def test_loss_and_positions_share_their_passes(evaluated):
     assert len(passes) == count > 0
 
 
-def test_a_loss_that_is_not_finite_names_model_window_and_token(evaluated):
+def test_a_loss_that_is_not_finite_names_model_sequence_and_token(evaluated):
     model = make_model().eval()
     with torch.no_grad():
-        model.backbone.embeddings.weight[evaluated.windows(24)[3][5]] = float("nan")
+        model.backbone.embeddings.weight[evaluated.sequences(24)[3][5]] = float("nan")
     with pytest.raises(
         EvaluationError, match=r"broken: the loss is not finite in sequence \d+ of 24 tokens, first at token"
     ):
@@ -196,9 +196,9 @@ def test_speed_counts_tokens_over_seconds(subject, evaluated):
 def test_importance_in_pieces_equals_that_of_whole_texts(subject, evaluated, chunk):
     found = {m.key: m for m in suite_importance.run(subject, evaluated, options(chunk=chunk)).measurements}
     for length in LENGTHS:
-        for number, window in enumerate(evaluated.windows(50)[:2]):
+        for number, sequence in enumerate(evaluated.sequences(50)[:2]):
             with torch.no_grad(), record_importance(subject.model) as recorder:
-                subject.model(input_ids=torch.from_numpy(window[None, :length]), use_cache=False)
+                subject.model(input_ids=torch.from_numpy(sequence[None, :length]), use_cache=False)
             for layer, expected in recorder.layers().items():
                 place = (("layer", layer), ("length", length))
                 wanted = {"metaplasticity ratio": expected.ratio, "mean importance": expected.mean}
