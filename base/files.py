@@ -332,7 +332,8 @@ def output_folder(path: str | Path, *, force: bool = False) -> Iterator[Path]:
             with _disk_errors(path, every=False):
                 yield temporary
             with _disk_errors(path, every=True):
-                _flush(_files_below(temporary))
+                for file in _files_below(temporary):
+                    flush(file)
                 refuse_existing(path, force=force)  # another process may have been faster
                 take_place(temporary, path)
         except BaseException:
@@ -344,14 +345,13 @@ def _files_below(folder: Path) -> list[Path]:
     return [file for file in folder.rglob("*") if file.is_file() and not file.is_symlink()]
 
 
-def _flush(files: list[Path]) -> None:
-    """fsync of every file: an error of a delayed write shows here, not after the rename."""
-    for file in files:
-        handle = os.open(file, os.O_RDWR if _WINDOWS else os.O_RDONLY)  # Windows flushes none that is only read
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+def flush(file: Path) -> None:
+    """fsync: an error of a delayed write shows here, not after the rename."""
+    handle = os.open(file, os.O_RDWR if _WINDOWS else os.O_RDONLY)  # Windows flushes none that is only read
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 @contextlib.contextmanager

@@ -4,9 +4,10 @@
     python benchmarks/conversion.py --shape tiny --verify layers    seconds, to see that it runs
 
 Each conversion is a process of its own. Memory is the peak of RssAnon, sampled every 10 ms: pages that are mapped from
-the checkpoint belong to the file and do not count. The copy is `cp` of the weights to the same disk, which waits not
-for the disk, as a conversion does; start-up is the time of the same command on a model of a few kilobytes. The three
-take turns, as a machine's page cache is not the same from minute to minute; the rows are medians.
+the checkpoint belong to the file and do not count. Two copies stand beside it: `cp` of the weights to the same disk,
+which leaves them in the page cache, and `cp` and `sync`, which waits for the disk as a conversion does. Start-up is the
+time of the same command on a model of a few kilobytes. They take turns, as a machine's page cache is not the same from
+minute to minute; the rows are medians.
 """
 
 from __future__ import annotations
@@ -129,8 +130,8 @@ def convert_command(source: Path, out: Path, layers: str, verify: str) -> list[s
     return [sys.executable, "-c", program, "convert", str(source), str(out), "--layers", layers, "--verify", verify]
 
 
-def copy(source: Path, target: Path) -> Measurement:
-    measured = run(["cp", str(source), str(target)])
+def copy(source: Path, target: Path, *, synced: bool) -> Measurement:
+    measured = run(["sh", "-c", 'cp "$0" "$1"' + (' && sync "$1"' if synced else ""), str(source), str(target)])
     target.unlink()
     os.sync()  # what is measured next does not wait for these pages
     return measured
@@ -170,12 +171,13 @@ def measure(work: Path, shape: str, modes: list[str], repeat: int) -> list[dict[
     os.sync()
     rows = []
     for mode in modes:
-        copies, starts, found = [], [], []
+        copies, synced, starts, found = [], [], [], []
         for _ in range(repeat):
-            copies.append(copy(weights, work / "copy"))
+            copies.append(copy(weights, work / "copy", synced=False))
+            synced.append(copy(weights, work / "copy", synced=True))
             starts.append(convert(tiny, work / "out", "1,", mode))
             found.append(convert(source, work / "out", layers, mode))
-        copied, start_up, seconds = median(copies), median(starts), median(found)
+        copied, on_disk, start_up, seconds = (median(each) for each in (copies, synced, starts, found))
         rows.append(
             {
                 **provenance(cpu=True),
@@ -186,7 +188,9 @@ def measure(work: Path, shape: str, modes: list[str], repeat: int) -> list[dict[
                 "seconds": round(seconds, 2),
                 "start_up": round(start_up, 2),
                 "copy": round(copied, 2),
+                "copy_synced": round(on_disk, 2),
                 "ratio": round((seconds - start_up) / copied, 2),
+                "ratio_synced": round((seconds - start_up) / on_disk, 2),
                 "cpu": round(median(found, "cpu"), 2),
                 "start_up_cpu": round(median(starts, "cpu"), 2),
                 "copy_cpu": round(median(copies, "cpu"), 2),

@@ -8,6 +8,7 @@ import logging
 import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 
 from ...base.console import counted, human_bytes, progress
 from ...base.errors import CheckpointError
-from ...base.files import write_json
+from ...base.files import flush, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -67,12 +68,13 @@ def copy_files(
     _refuse_full_disk(folder, total)
     lone = len(files) == 1 and not added
     weight_map: dict[str, str] = {}
-    with progress(total, "copying") as bar:
+    with progress(total, "copying") as bar, _flushing(total) as written:
         for path, names in files.items():
             # A lone `model.safetensors` is all that transformers looks at, whatever the index beside it says.
             name = "model.safetensors" if lone else _among_others(path.name)
             with _room(name, total):
                 shutil.copyfile(path, folder / name)
+            written(folder / name)
             weight_map |= dict.fromkeys(names, name)
             bar.update(sizes[path])
         if added:
@@ -121,6 +123,17 @@ def _room(file: str, total: int) -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def _flushing(total: int) -> Iterator[Callable[[Path], None]]:
+    """Yields what takes a written file: its pages go to the disk while the next is read. Waits for all at the end."""
+    with ThreadPoolExecutor(1, thread_name_prefix="flush") as pool:
+        waiting: list[tuple[Path, Future[None]]] = []
+        yield lambda path: waiting.append((path, pool.submit(flush, path)))
+        for path, done in waiting:
+            with _room(path.name, total):
+                done.result()
+
+
 def write_tensors(folder: str | Path, specs: Iterable[TensorSpec], load: Callable[[str], torch.Tensor]) -> list[str]:
     """Writes tensors as `model.safetensors`, or as numbered shards and their index.
 
@@ -144,7 +157,7 @@ def write_tensors(folder: str | Path, specs: Iterable[TensorSpec], load: Callabl
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=MAX_SHARD_BYTES,
     )
-    with progress(len(by_name), "writing") as bar:
+    with progress(len(by_name), "writing") as bar, _flushing(total) as written:
         for file, names in split.filename_to_tensors.items():
             tensors = {}
             for name in names:
@@ -152,6 +165,7 @@ def write_tensors(folder: str | Path, specs: Iterable[TensorSpec], load: Callabl
                 bar.update()
             with _room(file, total):
                 save_file(tensors, folder / file, metadata={"format": "pt"})
+            written(folder / file)
     if split.is_sharded:
         weight_map = {name: split.tensor_to_filename[name] for name in by_name}
         write_json(folder / INDEX_FILE, {"metadata": split.metadata, "weight_map": weight_map})

@@ -202,7 +202,7 @@ def test_windows_flushes_through_handles_that_may_write(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_WINDOWS", True)
     monkeypatch.setattr(files.os, "open", lambda path, flags, *rest: modes.append(flags) or real(path, flags, *rest))
     (tmp_path / "a").write_text("a")
-    files._flush([tmp_path / "a"])
+    files.flush(tmp_path / "a")
     assert modes == [os.O_RDWR]
 
 

@@ -1,5 +1,6 @@
 """The writer against safetensors' own reading, and its refusals."""
 
+import errno
 import json
 from collections import namedtuple
 
@@ -90,6 +91,17 @@ def test_no_more_than_a_shard_is_held(tmp_path, monkeypatch):
 
     write_tensors(tmp_path, [TensorSpec(f"t{number}", (8,), torch.float32) for number in range(5)], load)
     assert written == [("t0", 0), ("t1", 0), ("t2", 1), ("t3", 1), ("t4", 2)]
+
+
+def test_a_shard_that_does_not_reach_the_disk_is_an_error(tmp_path, monkeypatch):
+    def flush(path):
+        if path.name.startswith("model-00001"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(writer_module, "MAX_SHARD_BYTES", 64)
+    monkeypatch.setattr(writer_module, "flush", flush)
+    with pytest.raises(CheckpointError, match=r"model-00001-of-00002.*cannot be written \(.*No space left.*free room"):
+        write(tmp_path, {f"t{number}": torch.zeros(8) for number in range(4)})
 
 
 @pytest.mark.parametrize("limit", [10**9, 2000])
