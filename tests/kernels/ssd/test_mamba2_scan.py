@@ -310,7 +310,7 @@ def test_a_working_mamba_ssm_is_called_with_our_meaning(stand_in, relative):
 
 
 def test_packed_documents_on_mamba_ssm(stand_in, relative):
-    """Without states on its kernels; with states on the next backend, or a refusal where they were asked for by name."""
+    """Without states on its kernels; with states on the next backend, or refused where they were asked for by name."""
     given = inputs(9, batch=1, rows=3)
     cu = torch.tensor([0, 2, 3, 9])
     args = [given[n] for n in NAMES[:5]]
