@@ -62,6 +62,11 @@ class PalimpsaDGeometry:
             raise UsageError(f"config: n_groups ({self.n_groups}) must divide num_heads ({self.num_heads})")
 
     @property
+    def gate_channels(self) -> int:
+        """How many channels of a head may have an importance of their own: all, P."""
+        return self.head_dim
+
+    @property
     def key_size(self) -> int:
         """Channels of all keys, G N."""
         return self.n_groups * self.state_size

@@ -85,7 +85,7 @@ def _sites(checkpoint: Checkpoint, swapped: set[int]) -> list[Site]:
     """The mixers as they will be: those that are still to be swapped get the usual gate."""
     found = []
     for layer, site in checkpoint.sites.items():
-        usual = GateSpec.complete(site.geometry.hidden_size, site.geometry.head_dim)
+        usual = GateSpec.complete(site.geometry.hidden_size, site.geometry.gate_channels)
         found.append(replace(site, gate=(checkpoint.config.gate or usual) if layer in swapped else None))
     return found
 

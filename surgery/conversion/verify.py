@@ -205,7 +205,7 @@ def verify_layers(checkpoint: Checkpoint, folder: Path, plan: Plan) -> dict[int,
 
 def _layer_input(checkpoint: Checkpoint, site: Site) -> Tensor:
     """[1, TOKENS, D] as a block's norm would give it, from seeded noise; fp32."""
-    weight = checkpoint.load(f"{site.norm}.weight").float()
+    weight = checkpoint.load(f"{site.norm}.weight").float() + site.norm_offset
     noise = torch.randn(1, TOKENS, len(weight), generator=torch.Generator().manual_seed(site.layer))
     return noise * noise.square().mean(-1, keepdim=True).rsqrt() * weight
 

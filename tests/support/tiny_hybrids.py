@@ -1,4 +1,4 @@
-"""Tiny random hosts: every family of transformers that holds Mamba2 mixers, with its odd options switched on."""
+"""Tiny random hosts: every family of transformers whose mixers can be swapped, with its odd options switched on."""
 
 from functools import cache
 from pathlib import Path
@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 from palimpsa_surgery.mixers.geometry import GATE, GateSpec
 from palimpsa_surgery.modeling.hybrids.configuration_palimpsa_hybrid import config_class
-from palimpsa_surgery.modeling.hybrids.hosts import mixer_paths, time_step_limit
+from palimpsa_surgery.modeling.hybrids.hosts import HOSTS, mixer_paths
 from palimpsa_surgery.modeling.hybrids.modeling_palimpsa_hybrid import model_class
+from palimpsa_surgery.modeling.hybrids.swapping import bound_step_sizes
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -60,6 +61,15 @@ _FALCON = {
     "lm_head_multiplier": 0.5,
     "mlp_multipliers": [0.9, 1.2],
 }
+_DELTA = {
+    **_BASE,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "head_dim": 8,
+}
 VARIANTS: dict[str, dict] = {
     "bamba": {**_BASE, **_MAMBA, "mamba_n_groups": 1, "num_hidden_layers": 3, "attn_layer_indices": [1]},
     "granitemoehybrid": _GRANITE,
@@ -95,6 +105,15 @@ VARIANTS: dict[str, dict] = {
         "moe_intermediate_size": 16,
         "moe_shared_expert_intermediate_size": 16,
     },
+    "qwen3_5_text": _DELTA,
+    "qwen3_next": {
+        **_DELTA,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+    "olmo_hybrid": {**_DELTA, "linear_num_key_heads": 4, "linear_allow_neg_eigval": True},
 }
 """Arguments of a host's config, by `model_type` and, behind a slash, which branch of the host's code."""
 
@@ -104,8 +123,15 @@ SWAPPED = {
     "falcon_h1": [1],
     "zamba2": [0, 3],
     "nemotron_h": [0, 4],
+    "qwen3_5_text": [0, 2],
+    "qwen3_next": [0, 2],
+    "olmo_hybrid": [0, 2],
 }
 """Layers to swap, by `model_type`; each host keeps a plain mixer; zamba2 has attention beside the one in layer 3."""
+
+
+DELTAS = tuple(kind for kind in SWAPPED if HOSTS[kind].delta)
+"""Those of which only the rule is swapped."""
 
 
 def make_host(variant: str, **changes) -> PreTrainedModel:
@@ -133,7 +159,7 @@ def make_host(variant: str, **changes) -> PreTrainedModel:
 def with_true_bounds(host: PreTrainedModel) -> PreTrainedModel:
     """The host, its mixers bounding the step size as in training rather than as the class of transformers does."""
     for path in mixer_paths(host.config).values():
-        host.get_submodule(path).time_step_limit = time_step_limit(host.config)
+        bound_step_sizes(host.get_submodule(path), host.config)
     return host
 
 

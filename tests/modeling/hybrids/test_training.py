@@ -58,7 +58,9 @@ def test_an_adapter_trains_what_it_names_and_is_saved_and_merged(kind, hybrid, t
     """By full paths: on a GPU the mixers of a host hand their tensors to one kernel and never call the modules."""
     hybrid(kind).save_pretrained(tmp_path / "model")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    targets = [f"{path}.{name}" for path in mixers(base) for name in ("in_proj", "out_proj")]
+    names = {"qwen3_5_text": "in_proj_qkv", "qwen3_next": "in_proj_qkvz", "olmo_hybrid": "q_proj"}
+    last = "o_proj" if kind == "olmo_hybrid" else "out_proj"
+    targets = [f"{path}.{name}" for path in mixers(base) for name in (names.get(kind, "in_proj"), last)]
     config = peft.LoraConfig(
         r=2, target_modules=targets, modules_to_save=[f"{path}.{GATE}" for path in mixers(base)], lora_alpha=4
     )
