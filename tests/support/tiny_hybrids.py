@@ -139,17 +139,22 @@ def make_host(variant: str, **changes) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(
         CONFIG_MAPPING[variant.partition("/")[0]](**{**VARIANTS[variant], **changes})
     )
+    host = HOSTS[model.config.model_type]
+    # Hosts of a delta rule sum log decays over 64 tokens before they subtract them: digits go where decays are strong.
+    decays = (0.05, 4) if host.delta else (1, 16)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             leaf = name.rpartition(".")[2]
             if leaf == "A_log":
-                parameter.uniform_(1, 16, generator=generator).log_()
+                parameter.uniform_(*decays, generator=generator).log_()
             elif leaf == "dt_bias":
                 step = torch.empty_like(parameter).uniform_(-6.0, -1.0, generator=generator).exp()
                 parameter.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
             elif parameter.ndim == 1:
-                parameter.normal_(1.0, 0.3, generator=generator)
+                # What is added to a weight is added by all norms but the gated ones inside mixers.
+                mean = 1.0 if "linear_attn" in name else 1.0 - host.norm_offset
+                parameter.normal_(mean, 0.3, generator=generator)
             else:
                 parameter.normal_(0.0, 0.25, generator=generator)
         model.tie_weights()

@@ -10,7 +10,6 @@ import torch
 from palimpsa_surgery.base.errors import UsageError, VerificationError
 from palimpsa_surgery.mixers.metaplasticity import metaplasticity_off
 from palimpsa_surgery.modeling.hybrids.configuration_palimpsa_hybrid import known_hosts
-from palimpsa_surgery.modeling.hybrids.mixer_hybrid import HybridMixer
 from palimpsa_surgery.sharing.hub import push_to_folder
 from palimpsa_surgery.surgery.checkpoint.checkpoint import open_checkpoint
 from palimpsa_surgery.surgery.checkpoint.loading import load_model
@@ -22,7 +21,7 @@ from palimpsa_surgery.surgery.families.registry import mixers
 from palimpsa_surgery.surgery.measure.inspection import inspect_checkpoint
 from palimpsa_surgery.surgery.planning.plan import make_plan
 from safetensors.torch import load_file, save_file
-from tiny_hybrids import SWAPPED, VARIANTS, make_host, save_host, token_ids, with_true_bounds
+from tiny_hybrids import DELTAS, SWAPPED, VARIANTS, make_host, save_host, token_ids, with_true_bounds
 from transformers import AutoModelForCausalLM
 
 KNOWN = [variant for variant in VARIANTS if variant.partition("/")[0] in known_hosts()]
@@ -64,7 +63,7 @@ def test_a_conversion_is_proved_and_equals_the_host(variant, converted, rel):
     assert max(report.verification.off_error, report.verification.on_error) < EQUAL
     expected = logits(with_true_bounds(make_host(variant)))
     model = load_model(out)
-    assert {layer for layer, mixer in mixers(model).items() if isinstance(mixer, HybridMixer)} == set(swapped)
+    assert {layer for layer, mixer in mixers(model).items() if hasattr(mixer, "metaplasticity")} == set(swapped)
     assert rel(logits(model), expected) < EQUAL
     with metaplasticity_off(model):
         assert rel(logits(model), expected) < EQUAL
@@ -112,7 +111,10 @@ def test_a_converted_model_can_be_pushed(kind, converted, tmp_path):
     push_to_folder(out, "owner/name", tmp_path / "upload")
     names = {path.name for path in (tmp_path / "upload").iterdir()}
     assert {"modeling_palimpsa_hybrid.py", "model.safetensors.index.json", "model-source.safetensors"} <= names
-    assert f"hybrid Mamba2 (`{kind}`) language model" in (tmp_path / "upload" / "README.md").read_text()
+    text = (tmp_path / "upload" / "README.md").read_text()
+    assert f"hybrid {'Gated DeltaNet' if kind in DELTAS else 'Mamba2'} (`{kind}`) language model" in text
+    assert ("in nobody's paper, and untested as to benefit" in text) == (kind in DELTAS)
+    assert ("Palimpsa-M" in text) == (kind not in DELTAS)
 
 
 def test_another_tensor_of_the_host_fails_the_proof(converted, tmp_path):
