@@ -9,7 +9,7 @@ from palimpsa_surgery.mixers.geometry import GATE, GateSpec
 from palimpsa_surgery.modeling.hybrids.hosts import mixer_path
 from palimpsa_surgery.modeling.hybrids.modeling_palimpsa_hybrid import model_class
 from safetensors.torch import load_file, save_file
-from tiny_hybrids import DELTAS, SWAPPED, token_ids
+from tiny_hybrids import DELTAS, SWAPPED, same, token_ids
 from transformers import AutoModel, AutoModelForCausalLM
 
 KEPT = ("A_log", "dt_bias", "D", f"{GATE}.beta_scale", f"{GATE}.log_prior")
@@ -26,13 +26,6 @@ def folder(kind, hybrid, folders):
     if not (folders / kind).exists():
         hybrid(kind).save_pretrained(folders / kind)
     return folders / kind
-
-
-def same(kind, found, expected):
-    """To the bit; the experts of qwen3_next sum in another order once they were loaded, in the host's own class too."""
-    if kind == "qwen3_next":
-        return (found - expected).norm() < 1e-7 * expected.norm()
-    return torch.equal(found, expected)
 
 
 def logits(model):
