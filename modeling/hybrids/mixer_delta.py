@@ -23,6 +23,7 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 from ...base.errors import UsageError
 from ...kernels.common.precision import compute_dtype
 from ...kernels.metaplastic_delta.scan import metaplastic_delta_scan, metaplastic_delta_step
+from ...kernels.metaplastic_delta.types import DeltaState
 from ...mixers.delta_geometry import DeltaGeometry
 from ...mixers.geometry import GateSpec
 from ...mixers.metaplasticity import LOG_PRIOR_LIMIT, Metaplasticity
@@ -68,6 +69,10 @@ class DeltaMixin(KeepFp32Mixin):
         """The host's forward, [B, T, D] to [B, T, D], with the rule swapped."""
         return run_with_rules(self, rules_of(self, hidden_states), hidden_states, *args, **kwargs)
 
+    def split_state(self, recurrent: Tensor) -> DeltaState:
+        """S [B, H, P, N] and J [B, H, N] as views of this layer's recurrent state [B, H, N, P + 1]."""
+        return DeltaState(recurrent[..., :-1].transpose(-1, -2), recurrent[..., -1])
+
     def rule(
         self,
         hidden: Tensor,
@@ -111,25 +116,20 @@ class DeltaMixin(KeepFp32Mixin):
             if initial_state is not None and value.shape[1] == 1 and not torch.is_grad_enabled():
                 state = initial_state.clone()  # the cache may want to go back to the one it gave
                 output = metaplastic_delta_step(
-                    *(x[:, 0] for x in inputs), prior, split_state(state), backend=self.backend
+                    *(x[:, 0] for x in inputs), prior, self.split_state(state), backend=self.backend
                 )
                 return output.unsqueeze(1).to(query.dtype), state
             output, final = metaplastic_delta_scan(
                 *inputs,
                 prior,
-                initial_state=None if initial_state is None else split_state(initial_state),
+                initial_state=None if initial_state is None else self.split_state(initial_state),
                 cu_seqlens=cu_seqlens,
                 backend=self.backend,
             )
         if self.importance_observer is not None:
-            self.importance_observer(self.layer_idx, final.J.detach().unsqueeze(2), prior.detach())
+            self.importance_observer(self.layer_idx, final.J.detach(), prior.detach())
         state = torch.cat([final.S.transpose(-1, -2), final.J.unsqueeze(-1)], -1) if output_final_state else None
         return output.to(query.dtype), state
-
-
-def split_state(state: Tensor) -> tuple[Tensor, Tensor]:
-    """S [B, H, P, N] and J [B, H, N] as views of a recurrent state [B, H, N, P + 1]."""
-    return state[..., :-1].transpose(-1, -2), state[..., -1]
 
 
 def swap_rule(layer: nn.Module, gate: GateSpec) -> nn.Module:

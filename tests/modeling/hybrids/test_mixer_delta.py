@@ -5,8 +5,9 @@ import copy
 import pytest
 import torch
 from palimpsa_surgery.base.errors import UsageError
-from palimpsa_surgery.mixers.importance import record_importance
+from palimpsa_surgery.mixers.importance import ImportanceRecorder, record_importance
 from palimpsa_surgery.mixers.metaplasticity import metaplasticity_off
+from palimpsa_surgery.mixers.states import LayerStates
 from palimpsa_surgery.modeling.hybrids import mixer_delta
 from palimpsa_surgery.modeling.hybrids.configuration_palimpsa_hybrid import config_class, known_hosts
 from palimpsa_surgery.modeling.hybrids.hosts import mixer_paths
@@ -122,10 +123,17 @@ def test_a_copy_runs_on_its_own_tensors(model):
         assert torch.equal(model(token_ids()).logits, before)
 
 
-def test_importance_is_recorded(kind, model):
-    with record_importance(model) as recorder, torch.no_grad():
-        model(token_ids())
-    assert sorted(recorder.layers()) == SWAPPED[kind]
+@torch.no_grad()
+def test_importance_is_recorded_as_it_stands_in_the_cache(kind, model):
+    with record_importance(model) as recorder:
+        _, cache = read_piece(model, token_ids())
+    expected = ImportanceRecorder()
+    for layer in SWAPPED[kind]:
+        mixer = layers_of(model)[layer]
+        state = mixer.split_state(LayerStates(cache, layer).recurrent)
+        assert [tuple(part.shape) for part in state] == [(3, 4, 6, 8), (3, 4, 8)]
+        expected.observe(layer, state.J, mixer.metaplasticity.prior())
+    assert recorder.layers() == expected.layers()
     assert all(figures.ratio > 1 for figures in recorder.layers().values())
 
 
