@@ -51,9 +51,12 @@ class GateSpec:
     TENSORS: ClassVar = ("beta_down.weight", "beta_up.weight", "beta_scale", "log_prior")
 
     @classmethod
-    def complete(cls, hidden_size: int, head_dim: int, **said: Any) -> GateSpec:
-        """A gate from what was said of `KEYS`; None is the default: a rank of D / 16, an importance per channel."""
-        usual = dict(zip(cls.KEYS, (max(1, hidden_size // 16), head_dim, "abs", True), strict=True))
+    def complete(cls, hidden_size: int, channels: int, **said: Any) -> GateSpec:
+        """A gate from what was said of `KEYS`; None is the default: a rank of D / 16, an importance per channel.
+
+        `channels` of a head may have one of their own: its head_dim, or 1 where a head's values share theirs.
+        """
+        usual = dict(zip(cls.KEYS, (max(1, hidden_size // 16), channels, "abs", True), strict=True))
         return cls(*(usual | {key: value for key, value in said.items() if value is not None}).values())
 
     @classmethod
@@ -65,14 +68,16 @@ class GateSpec:
         """The fields under their names in files."""
         return dict(zip(self.KEYS, (getattr(self, field.name) for field in fields(self)), strict=True))
 
-    def misfits(self, hidden_size: int, head_dim: int) -> Iterator[tuple[str, str]]:
-        """The keys that a mixer of these sizes cannot have, each with what is wrong."""
+    def misfits(self, hidden_size: int, channels: int) -> Iterator[tuple[str, str]]:
+        """The keys that a mixer of these sizes cannot have, each with what is wrong; `channels` as in `complete`."""
         if self.rank < 1:
             yield "beta_rank", f"{self.rank} is less than 1; choose a larger rank"
         if self.rank > hidden_size:
             yield "beta_rank", f"{self.rank} is more than hidden_size {hidden_size}; choose a smaller rank"
-        if self.groups < 1 or head_dim % self.groups:
-            yield "beta_groups", f"{self.groups} does not divide head_dim {head_dim}; choose a divisor"
+        if channels == 1 and self.groups != 1:
+            yield "beta_groups", f"{self.groups} is not 1, but all values of a head share one importance here; choose 1"
+        elif self.groups < 1 or channels % self.groups:
+            yield "beta_groups", f"{self.groups} does not divide head_dim {channels}; choose a divisor"
         if self.scale_form not in SCALE_FORMS:
             yield "beta_scale_form", f"{self.scale_form!r} is none of {', '.join(SCALE_FORMS)}; choose one of them"
 
@@ -150,6 +155,11 @@ class MixerGeometry(HeadGeometry):
         return cls(**{**values, "time_step_limit": tuple(values["time_step_limit"])})
 
     @property
+    def gate_channels(self) -> int:
+        """How many channels of a head may have an importance of their own: all, P."""
+        return self.head_dim
+
+    @property
     def conv_channels(self) -> int:
         """Channels the convolution runs over: x, B and C, so H P + 2 G N."""
         return self.inner_size + 2 * self.n_groups * self.state_size
@@ -186,6 +196,6 @@ class MixerGeometry(HeadGeometry):
 
 def checked_gate(gate: GateSpec, geometry: MixerGeometry) -> GateSpec:
     """The gate; `UsageError` for one that mixers of this geometry cannot have."""
-    for key, fault in gate.misfits(geometry.hidden_size, geometry.head_dim):
+    for key, fault in gate.misfits(geometry.hidden_size, geometry.gate_channels):
         raise UsageError(f"config: {key}: {fault}")
     return gate

@@ -46,8 +46,8 @@ class ImportanceRecorder:
         self._sums: dict[int, list] = {}
 
     def observe(self, layer: int, J: Tensor, prior: Tensor) -> None:
-        """Takes the final state J [sequences, H, g, N] and the prior [H] of a layer."""
-        importance = (prior.to(J.dtype).view(-1, 1, 1) + J).flatten(2)
+        """Takes the final state J [sequences, H, g, N], or [sequences, H, N], and the prior [H] of a layer."""
+        importance = (prior.to(J.dtype).view(-1, *[1] * (J.dim() - 2)) + J).flatten(2)
         synapses = importance.shape[-1]
         low, high = (importance.kthvalue(1 + round(q * (synapses - 1)), dim=-1).values for q in (LOW, HIGH))
         figures = [importance.mean(), low.mean(), high.mean(), (high / low).mean(0), importance.mean((0, 2))]

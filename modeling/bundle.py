@@ -19,8 +19,8 @@ from typing import Any
 from ..base.files import write_text
 
 _ROOT = Path(__file__).resolve().parent.parent
-_MAMBA2, _HYBRID = "palimpsa_mamba2", "palimpsa_hybrid"
-_HOMES = {_MAMBA2: "palimpsa_mamba2", _HYBRID: "hybrids"}
+_MAMBA2, _D, _HYBRID = "palimpsa_mamba2", "palimpsa_d", "palimpsa_hybrid"
+_HOMES = {_MAMBA2: ("palimpsa_mamba2",), _D: ("palimpsa_mamba2", "palimpsa_d"), _HYBRID: ("hybrids",)}
 _AUTO = {"AutoConfig": "configuration", "AutoModel": "modeling", "AutoModelForCausalLM": "modeling"}
 _REQUIRED = {"torch", "transformers"}
 _HEADER = "# Part of palimpsa-surgery (Apache-2.0), written beside the model so that it loads without the package.\n"
@@ -82,13 +82,15 @@ def flatten(source: str, module: str) -> str:
 
 def _kind(model_type: str) -> str:
     """What the files of the config and of the model are called after."""
-    return _MAMBA2 if model_type == _MAMBA2 else _HYBRID
+    return model_type if model_type in (_MAMBA2, _D) else _HYBRID
 
 
 def _classes(model_type: str) -> tuple[str, str, str]:
     """Names of the classes of config, model without head, and causal model."""
     if model_type == _MAMBA2:
         return "PalimpsaMamba2Config", "PalimpsaMamba2Model", "PalimpsaMamba2ForCausalLM"
+    if model_type == _D:
+        return "PalimpsaDConfig", "PalimpsaDModel", "PalimpsaDForCausalLM"
     from .hybrids.configuration_palimpsa_hybrid import config_class
     from .hybrids.hosts import PREFIX
     from .hybrids.modeling_palimpsa_hybrid import model_class
@@ -98,11 +100,15 @@ def _classes(model_type: str) -> tuple[str, str, str]:
     return tuple(made.__name__ for made in classes)
 
 
-def _sources(home: str) -> Iterator[tuple[str, Path]]:
+def _sources(homes: tuple[str, ...]) -> Iterator[tuple[str, Path]]:
     """Every module of the bundle of a kind of model, by its dotted name in the package."""
     yield "base.errors", _ROOT / "base" / "errors.py"
     shared = [path for part in ("kernels", "mixers") for path in sorted((_ROOT / part).rglob("*.py"))]
-    own = [path for part in ("modeling", f"modeling/{home}") for path in sorted((_ROOT / part).glob("*.py"))]
+    own = [
+        path
+        for part in ("modeling", *(f"modeling/{home}" for home in homes))
+        for path in sorted((_ROOT / part).glob("*.py"))
+    ]
     for path in (*shared, *own):
         if path.name not in ("__init__.py", "bundle.py"):
             yield ".".join(path.relative_to(_ROOT).with_suffix("").parts), path

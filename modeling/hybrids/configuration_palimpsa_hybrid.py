@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, PreTrain
 
 from ...base.errors import UsageError
 from ...mixers.geometry import GateSpec
-from .hosts import HOSTS, PREFIX, mixer_paths
+from .hosts import HOSTS, PREFIX, gate_channels, mixer_paths
 
 
 def known_hosts() -> tuple[str, ...]:
@@ -33,7 +33,7 @@ def host_config_class(host: str) -> type[PreTrainedConfig]:
     """
     if host not in known_hosts():
         raise UsageError(
-            f"{host!r}: transformers {__version__} has no model of this type whose Mamba2 mixers can be swapped; "
+            f"{host!r}: transformers {__version__} has no model of this type whose mixers can be swapped; "
             f"expected one of {', '.join(known_hosts())}"
         )
     return CONFIG_MAPPING[host]
@@ -64,9 +64,9 @@ def config_class(host: str) -> type[PreTrainedConfig]:
         def __post_init__(self, **kwargs):
             super().__post_init__(**kwargs)
             self.palimpsa_layers = _checked_layers(self)
-            head_dim = getattr(self, HOSTS[host].head_dim)
-            gate = GateSpec.complete(self.hidden_size, head_dim, **{key: getattr(self, key) for key in GateSpec.KEYS})
-            for key, fault in gate.misfits(self.hidden_size, head_dim):
+            channels = gate_channels(self)
+            gate = GateSpec.complete(self.hidden_size, channels, **{key: getattr(self, key) for key in GateSpec.KEYS})
+            for key, fault in gate.misfits(self.hidden_size, channels):
                 raise UsageError(f"config: {key}: {fault}")
             for key, value in gate.keys().items():
                 setattr(self, key, value)
@@ -77,17 +77,17 @@ def config_class(host: str) -> type[PreTrainedConfig]:
             return GateSpec.of(self)
 
     Config.__name__ = Config.__qualname__ = f"Palimpsa{base.__name__}"
-    Config.__doc__ = f"`{base.__name__}`, of a model in which the mixers of `palimpsa_layers` are Palimpsa-M."
+    Config.__doc__ = f"`{base.__name__}`, of a model in which the mixers of `palimpsa_layers` are swapped."
     return Config
 
 
 def _checked_layers(config: PreTrainedConfig) -> list[int]:
-    """Sorted layer indices; `UsageError` for one that is there twice or has no Mamba2 mixer."""
+    """Sorted layer indices; `UsageError` for one that is there twice or has no mixer."""
     chosen, known = sorted(config.palimpsa_layers or ()), mixer_paths(config)
     strange = [layer for layer in chosen if layer not in known]
     if strange:
         raise UsageError(
-            f"config: palimpsa_layers names {', '.join(map(str, strange))}; this model has Mamba2 mixers in the layers "
+            f"config: palimpsa_layers names {', '.join(map(str, strange))}; this model has mixers in the layers "
             f"{', '.join(map(str, known))}"
         )
     if len(set(chosen)) != len(chosen):

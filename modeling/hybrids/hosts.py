@@ -1,7 +1,8 @@
-"""Families of transformers whose layers hold Mamba2 mixers among others: data, and where a config puts the mixers.
+"""Families of transformers whose layers hold mixers that can be swapped: data, and where a config puts the mixers.
 
-A host is the class of transformers that runs such a model. Its mixers have the attributes and the tensors of
-`Mamba2Mixer` under the same names, so that a new family is one more entry of `HOSTS`.
+A host is the class of transformers that runs such a model. Mixers of Mamba2 have the attributes and the tensors of
+`Mamba2Mixer` under the same names, layers of a Gated DeltaNet call their rule alike, so that a new family is one more
+entry of `HOSTS`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class Host:
         logits_multiplier: key of the config by which logits are multiplied.
         logits_divisor: key of the config by which logits are divided.
         keeps_documents_apart: whether positions that start again at 0 tell its attention where a document begins.
+        delta: its mixers are layers of a Gated DeltaNet: what is swapped is their rule (see `mixer_delta`).
+        norm_offset: what the norm before the mixer adds to its weight.
     """
 
     mixers: Mapping[str, str]
@@ -46,6 +49,8 @@ class Host:
     logits_multiplier: str | None = None
     logits_divisor: str | None = None
     keeps_documents_apart: bool = True
+    delta: bool = False
+    norm_offset: float = 0.0
 
 
 HOSTS: dict[str, Host] = {
@@ -66,6 +71,11 @@ HOSTS: dict[str, Host] = {
         time_step_limit=(0.0, math.inf),
     ),
     "nemotron_h": Host({"linear_attention": "mixer"}, norm="norm", head_dim="mamba_head_dim"),
+    **dict.fromkeys(
+        ("qwen3_5_text", "qwen3_next"),
+        Host({"linear_attention": "linear_attn"}, time_step_limit=(0.0, math.inf), delta=True, norm_offset=1.0),
+    ),
+    "olmo_hybrid": Host({"linear_attention": "linear_attn"}, time_step_limit=(0.0, math.inf), delta=True),
 }
 """By `model_type`."""
 
@@ -80,15 +90,26 @@ def is_hybrid(config: Any) -> bool:
     return getattr(config, "model_type", "").removeprefix(PREFIX) in HOSTS
 
 
+def is_delta(config: Any) -> bool:
+    """Whether a config is of a host whose mixers are layers of a Gated DeltaNet."""
+    return is_hybrid(config) and HOSTS[host_type(config)].delta
+
+
+def gate_channels(config: Any) -> int:
+    """How many channels of a head may have an importance of their own."""
+    host = HOSTS[host_type(config)]
+    return 1 if host.delta else getattr(config, host.head_dim)
+
+
 def mixer_path(config: Any, layer: int) -> str | None:
-    """Path of a layer's Mamba2 mixer below the causal model; None for a layer that has none."""
+    """Path of a layer's mixer below the causal model; None for a layer that has none."""
     host = HOSTS[host_type(config)]
     below = host.mixers.get(config.layer_types[layer])
     return None if below is None else f"{host.layers}.{layer}.{below}"
 
 
 def mixer_paths(config: Any) -> dict[int, str]:
-    """Paths of all Mamba2 mixers below the causal model, by layer, in order."""
+    """Paths of all mixers below the causal model, by layer, in order."""
     paths = {layer: mixer_path(config, layer) for layer in range(len(config.layer_types))}
     return {layer: path for layer, path in paths.items() if path is not None}
 

@@ -1,7 +1,7 @@
-"""Hosts in which Palimpsa-M stands in place of chosen Mamba2 mixers, for transformers 5.17 and later.
+"""Hosts in which chosen mixers are swapped, for transformers 5.17 and later.
 
 A model class is a host's own class with one mixin before it: the host builds itself, then the chosen mixers are
-replaced in place. Names of tensors, generation, masks, caches, tied weights, device maps and checkpointing stay the
+swapped in place. Names of tensors, generation, masks, caches, tied weights, device maps and checkpointing stay the
 host's.
 
 The classes are made when they are asked for, as attributes of this module too: `PalimpsaBambaForCausalLM` and, without
@@ -28,8 +28,8 @@ from ...mixers.metaplasticity import Metaplasticity
 from ...mixers.start import start_gate
 from ..strict_loading import StrictLoadingMixin
 from .configuration_palimpsa_hybrid import config_class, host_config_class, known_hosts
-from .hosts import mixer_paths, time_step_limit
-from .mixer_hybrid import HybridMixer
+from .hosts import mixer_paths
+from .swapping import bound_step_sizes, swapped_mixer
 
 _FP32 = (*MIXER_FP32, *(f"{GATE}.{name}" for name in GATE_FP32))
 
@@ -46,12 +46,11 @@ class PalimpsaHybridMixin(StrictLoadingMixin):
         for layer, path in mixer_paths(config).items():
             place = path.removeprefix(inside)
             if layer in config.palimpsa_layers:
-                self.set_submodule(place, HybridMixer(self.get_submodule(place), config, config.gate))
+                self.set_submodule(place, swapped_mixer(self.get_submodule(place), config, config.gate))
                 # By full path: the host's other mixers are stored and run as the host does.
                 self._keep_in_fp32_modules_strict.update(f"{place}.{name}" for name in _FP32)
             else:
-                # One model, one meaning of the step size, whatever the host's class makes of it.
-                self.get_submodule(place).time_step_limit = time_step_limit(config)
+                bound_step_sizes(self.get_submodule(place), config)  # one model, one meaning of the step size
         if next(self.parameters()).device.type != "meta":
             for module in self.modules():
                 if isinstance(module, Metaplasticity):
@@ -97,7 +96,7 @@ def model_class(host: str, *, headless: bool = False) -> type[PreTrainedModel]:
         config_class = config
 
     Model.__name__ = Model.__qualname__ = f"Palimpsa{base.__name__}"
-    Model.__doc__ = f"`{base.__name__}` with Palimpsa-M mixers in the layers `config.palimpsa_layers`."
+    Model.__doc__ = f"`{base.__name__}` with swapped mixers in the layers `config.palimpsa_layers`."
     # transformers looks up how to rename the tensors of older files by `model_type`.
     renamings = get_checkpoint_conversion_mapping(host)
     if renamings is not None:

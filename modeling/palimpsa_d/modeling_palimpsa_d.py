@@ -22,7 +22,7 @@ from ..palimpsa_mamba2.modeling_palimpsa_mamba2 import (
 from ..palimpsa_mamba2.outputs import CACHE_FIELD
 from .authors_layer import NO_START
 from .configuration_palimpsa_d import PalimpsaDConfig
-from .initial_values import initialize
+from .initial_values_d import initialize
 
 
 class PalimpsaDBlock(PalimpsaMamba2Block):

@@ -85,7 +85,7 @@ def _sites(checkpoint: Checkpoint, swapped: set[int]) -> list[Site]:
     """The mixers as they will be: those that are still to be swapped get the usual gate."""
     found = []
     for layer, site in checkpoint.sites.items():
-        usual = GateSpec.complete(site.geometry.hidden_size, site.geometry.head_dim)
+        usual = GateSpec.complete(site.geometry.hidden_size, site.geometry.gate_channels)
         found.append(replace(site, gate=(checkpoint.config.gate or usual) if layer in swapped else None))
     return found
 
@@ -94,14 +94,17 @@ def _shapes(checkpoint: Checkpoint, sites: Sequence[Site]) -> dict[str, tuple[in
     """Shapes of the parameters by name, those of layers that are still to be swapped included."""
     shapes = {name: entry.shape for name, entry in checkpoint.tensors.items()}
     for site in sites:
-        shapes = site.shapes() | shapes
+        whole = {name: shape for name, shape in site.shapes().items() if name not in checkpoint.parts}
+        shapes = whole | shapes
     return shapes
 
 
 def _passed_by(checkpoint: Checkpoint, sites: Sequence[Site]) -> set[str]:
     """Matrices on which no adapter is put, see `modes.matches`."""
-    from ...modeling.hybrids.hosts import is_hybrid
+    from ...modeling.hybrids.hosts import is_delta, is_hybrid
 
+    if is_delta(checkpoint.config):
+        return set()
     return {site.tensor("out_proj.weight") for site in sites if not site.gate and is_hybrid(checkpoint.config)}
 
 

@@ -6,7 +6,7 @@ import importlib.util
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 from ...base.console import counted, human_count, table
 from ...base.errors import UsageError
 from ...mixers.geometry import GATE
-from ...modeling.hybrids.hosts import HOSTS, host_type, is_hybrid, mixer_paths
+from ...modeling.hybrids.hosts import HOSTS, host_type, is_delta, is_hybrid, mixer_paths
 from ...surgery.checkpoint.checkpoint import Checkpoint
 from .optim import describe_selection, select_parameters
 from .recipe import ADAPTER_MODES, Recipe
@@ -79,6 +79,11 @@ def check_packing(model: nn.Module, recipe: Recipe, device: torch.device) -> Non
             f"data.packing: the attention of {host_type(model.config)} in transformers reads across the documents of a "
             "sequence; set data.packing=stream"
         )
+    if host.delta:
+        raise UsageError(
+            f"data.packing: transformers keeps the documents of {host_type(model.config)} apart with kernels that are "
+            "not tested here; set data.packing=stream"
+        )
     plain = sorted(set(paths) - set(model.config.palimpsa_layers))
     missing = [name for name in ("mamba_ssm", "causal_conv1d") if importlib.util.find_spec(name) is None]
     if plain and (missing or device.type != "cuda"):
@@ -103,7 +108,7 @@ def add_adapters(model: nn.Module, recipe: Recipe, layers: list[int]) -> nn.Modu
         ) from error
     rows = coverage(model, recipe.lora.targets, layers)
     logger.info("%s", coverage_table(rows, layers, model))
-    check_coverage(rows, recipe, layers, tied=model.config.tie_word_embeddings)
+    check_coverage(rows, recipe, layers, tied=model.config.tie_word_embeddings, projections=_projections(model))
     check_kinds(model, recipe.lora.targets)
     check_shared(model, recipe.lora.targets)
     config = LoraConfig(
@@ -133,7 +138,7 @@ def matches(model: nn.Module, targets: list[str]) -> Iterator[tuple[str, str, nn
 
 
 def _uncalled(model: nn.Module) -> set[str]:
-    if not is_hybrid(model.config):
+    if not is_hybrid(model.config) or HOSTS[host_type(model.config)].delta:
         return set()
     plain = [path for layer, path in mixer_paths(model.config).items() if layer not in model.config.palimpsa_layers]
     return {f"{path}.{name}" for path in plain for name in ("out_proj", "conv1d")}
@@ -197,8 +202,25 @@ def check_shared(model: nn.Module, targets: list[str]) -> None:
             )
 
 
-def check_coverage(rows: list[Coverage], recipe: Recipe, layers: list[int], *, tied: bool) -> None:
+def _projections(model: nn.Module) -> tuple[str, ...]:
+    """What the projections are called that every mixer has."""
+    if not is_delta(model.config):
+        return ("in_proj", "out_proj")
+    layer = model.get_submodule(next(iter(mixer_paths(model.config).values())))
+    return tuple(name for name, module in layer.named_children() if isinstance(module, nn.Linear))
+
+
+def check_coverage(
+    rows: list[Coverage],
+    recipe: Recipe,
+    layers: list[int],
+    *,
+    tied: bool,
+    projections: Sequence[str] = ("in_proj", "out_proj"),
+) -> None:
     """Refuses targets that match nothing, miss all swapped layers, or sit on one matrix that is used twice.
+
+    `projections` are named to who has to choose others.
 
     Raises:
         UsageError: naming the target.
@@ -214,10 +236,12 @@ def check_coverage(rows: list[Coverage], recipe: Recipe, layers: list[int], *, t
                 f"lora.targets: {row.target} is new and is trained whole beside the adapters; leave it out"
             )
         if not row.swapped and not row.source:
-            raise UsageError(f"lora.targets: {row.target} matches no module; in_proj and out_proj are in every mixer")
+            raise UsageError(
+                f"lora.targets: {row.target} matches no module; {' and '.join(projections)} are in every mixer"
+            )
     if layers and not any(row.swapped for row in rows) and not recipe.lora.force:
         raise UsageError(
-            "lora.targets: none of them is in a swapped layer; add in_proj or out_proj, or set lora.force=true"
+            f"lora.targets: none of them is in a swapped layer; add {' or '.join(projections)}, or set lora.force=true"
         )
 
 

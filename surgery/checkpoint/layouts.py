@@ -341,7 +341,7 @@ def _unknown(where: str, content: dict[str, Any]) -> str:
     if kind not in (None, "mamba2", "palimpsa_mamba2"):
         return (
             f"{where}:model_type: is {kind!r}, expected mamba2 (or mamba_ssm's own config) or one of "
-            f"{', '.join(HYBRIDS)}; only models with Mamba2 mixers are supported"
+            f"{', '.join(HYBRIDS)}; only models with Mamba2 mixers, and some with a Gated DeltaNet, are supported"
         )
     return (
         f"{where}: is no Mamba2 config, expected mamba_ssm's d_model and n_layer, or transformers' hidden_size and "

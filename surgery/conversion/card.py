@@ -12,7 +12,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from ...base.console import counted
 from ...mixers.geometry import GATE_FP32, MIXER_FP32
 from ..checkpoint.licenses import license_text
-from ..families.hybrids import PREFIX
+from ..families.hybrids import DELTAS, HYBRIDS, PREFIX
 from ..families.mamba2 import MAMBA2
 from ..measure.profile import Profile
 from ..planning.inits import INITS
@@ -21,6 +21,8 @@ from ..planning.plan import Plan
 MARKER = "<!-- card written by palimpsa-surgery; remove this line to keep your own text -->"
 PAPER = "https://arxiv.org/abs/2602.09075"
 TAGS = ["palimpsa", "mamba2", "state-space", "metaplasticity"]
+DELTA_TAGS = ["palimpsa", "gated-deltanet", "delta-rule", "metaplasticity"]
+_UNTESTED = "This rule is palimpsa-surgery's own, in nobody's paper, and untested as to benefit."
 
 
 @dataclass(frozen=True)
@@ -93,12 +95,14 @@ def _front_matter(facts: CardFacts) -> str:
         base_model=facts.base_model,
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=TAGS,
+        tags=DELTA_TAGS if facts.family in DELTAS else TAGS,
     )
 
 
 def _what(facts: CardFacts) -> str:
-    return "Mamba2" if facts.family == MAMBA2.name else f"hybrid Mamba2 (`{facts.family}`)"
+    if facts.family == MAMBA2.name:
+        return "Mamba2"
+    return f"hybrid {HYBRIDS[facts.family].plain} (`{facts.family}`)"
 
 
 def _summary(facts: CardFacts) -> str:
@@ -108,6 +112,8 @@ def _summary(facts: CardFacts) -> str:
             f"A {_what(facts)} language model{source}, stored in the layout of `{PREFIX}{facts.family}` with no layer "
             "swapped."
         )
+    if facts.family in DELTAS:
+        return _delta_summary(facts)
     count = len(facts.swapped)
     if facts.plan is None:
         return f"A {_what(facts)} language model with {counted(count, 'Palimpsa-M layer')} ([paper]({PAPER}))."
@@ -119,6 +125,19 @@ def _summary(facts: CardFacts) -> str:
         f"a Mamba2 mixer whose synapses carry an importance that protects what was learned from being overwritten "
         f"([paper]({PAPER})). All weights of the source are kept; each swapped layer adds a low-rank importance gate "
         f"(rank {facts.plan.beta_rank}, {groups} per head), a scale and a prior per head."
+    )
+
+
+def _delta_summary(facts: CardFacts) -> str:
+    layers = counted(len(facts.swapped), "layer")
+    if facts.plan is None:
+        return f"A {_what(facts)} language model with the metaplastic delta rule in {layers}. {_UNTESTED}"
+    source = facts.base_model or facts.plan.source
+    return (
+        f"A {_what(facts)} language model made from `{source}`: in {layers} the gated delta rule became the "
+        "metaplastic delta rule, whose keys carry an importance that protects what was learned from being overwritten. "
+        f"{_UNTESTED} All weights of the source are kept; each of these layers adds a low-rank importance gate (rank "
+        f"{facts.plan.beta_rank}, one importance per head and key), a scale and a prior per head."
     )
 
 

@@ -57,7 +57,7 @@ def export(
         out: the folder to make.
         layout: `mamba_ssm` (of a hybrid: its `model_type` in transformers), or `palimpsa_mamba2` (`palimpsa_` and that
             type), which `push` takes; None for the first.
-        off: leave the importance of swapped layers out. What remains is their Mamba2 part with the weights as they are
+        off: leave the importance of swapped layers out. What remains is their plain part with the weights as they are
             now; it equals the model with metaplasticity off, not the model.
         force: replace `out` when it exists, but for a README.md that a user wrote there.
         revision: of a Hub id.
@@ -83,9 +83,10 @@ def export(
     checkpoint = with_tokenizer(checkpoint, option=None)
     refuse_to_delete(out, checkpoint.path)
     swapped = checkpoint.palimpsa_layers
+    listed = ", ".join(map(str, swapped))
     if swapped and layout == layouts[0] and not off:
         raise UsageError(
-            f"{checkpoint.source_id}: has Palimpsa-M layers ({', '.join(map(str, swapped))}), for which the layout "
+            f"{checkpoint.source_id}: has {checkpoint.family.swapped} layers ({listed}), for which the layout "
             f"{layout} has no place; give --off to leave their importance out, which is another function"
         )
     config = replace(checkpoint.config, palimpsa_layers=()) if off else checkpoint.config

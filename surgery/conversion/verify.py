@@ -205,7 +205,7 @@ def verify_layers(checkpoint: Checkpoint, folder: Path, plan: Plan) -> dict[int,
 
 def _layer_input(checkpoint: Checkpoint, site: Site) -> Tensor:
     """[1, TOKENS, D] as a block's norm would give it, from seeded noise; fp32."""
-    weight = checkpoint.load(f"{site.norm}.weight").float()
+    weight = checkpoint.load(f"{site.norm}.weight").float() + site.norm_offset
     noise = torch.randn(1, TOKENS, len(weight), generator=torch.Generator().manual_seed(site.layer))
     return noise * noise.square().mean(-1, keepdim=True).rsqrt() * weight
 
@@ -213,15 +213,17 @@ def _layer_input(checkpoint: Checkpoint, site: Site) -> Tensor:
 def _mixer(mixer: nn.Module, checkpoint: Checkpoint, written: Checkpoint, site: Site) -> nn.Module:
     """The mixer in fp32 with a checkpoint's tensors, rounded to the dtypes that were written."""
     prefix = site.tensor("")
-    names = [name for name in checkpoint.tensors if name.startswith(prefix)]
+    whole_of = {part: name for name, parts in checkpoint.parts.items() for part in parts}
+    names = dict.fromkeys(whole_of.get(name, name) for name in checkpoint.tensors if name.startswith(prefix))
     state = {name.removeprefix(prefix): _rounded(checkpoint, written, name) for name in names}
     mixer.load_state_dict(state, strict=True, assign=True)
     return mixer.eval()
 
 
 def _rounded(checkpoint: Checkpoint, written: Checkpoint, name: str) -> Tensor:
-    """A tensor in fp32, rounded as it was written."""
-    return checkpoint.load(name).to(written.tensors[name].dtype).float()
+    """A tensor in fp32, rounded as it was written; of one that is stored in parts the name may be the whole's."""
+    part = checkpoint.parts.get(name, (name,))[0]
+    return checkpoint.load_whole(name).to(written.tensors[part].dtype).float()
 
 
 def verify_logits(checkpoint: Checkpoint, folder: Path, plan: Plan, ids: Tensor) -> tuple[float, float]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ...mixers.delta_geometry import DeltaGeometry
 from ...mixers.geometry import GATE, GateSpec, MixerGeometry
 
 if TYPE_CHECKING:
@@ -29,14 +30,16 @@ class Site:
         geometry: the sizes of the source's mixer.
         gate: of a swapped mixer, else None.
         absent: tensors of `geometry` that the mixers of this model do without.
+        norm_offset: what that norm adds to its weight.
     """
 
     layer: int
     module: str
     norm: str
-    geometry: MixerGeometry
+    geometry: MixerGeometry | DeltaGeometry
     gate: GateSpec | None = None
     absent: tuple[str, ...] = ()
+    norm_offset: float = 0.0
 
     def tensor(self, name: str) -> str:
         """The full name of a tensor of the mixer, such as `A_log`."""
@@ -64,11 +67,16 @@ class Family(Protocol):
     Attributes:
         name: the `model_type` that transformers has for such a model without swapped layers.
         layouts: those that its models can be exported in, the usual one first.
+        plain: what its mixers are called, and `swapped` what those that were swapped are.
+        exact_only: why every start but an exact one is refused; empty where none is.
         copied: whether a conversion takes the weight files as they are and puts what is new into one more.
     """
 
     name: str
     layouts: tuple[str, ...]
+    plain: str
+    swapped: str
+    exact_only: str
     copied: bool
 
     def config(self, where: str, keys: Mapping[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Models of transformers that mix Mamba2 with attention, MLPs or experts: five hosts that differ in data alone.
+"""Models of transformers that mix Mamba2 or Gated DeltaNet with attention, MLPs or experts: hosts, which are data.
 
 Where their mixers lie is said in `modeling/hybrids/hosts.py`, names and shapes are asked of the host's own class, built
 on `meta` once. A host is written as its model was: every key of its config.json stays.
@@ -29,7 +29,15 @@ if TYPE_CHECKING:
 PREFIX = "palimpsa_"
 """Before a host's `model_type`, that of its models with swapped layers."""
 
-_KINDS = {"full_attention": "attention", "linear_attention": "Mamba2", "moe": "a mixture of experts", "mlp": "an MLP"}
+_KINDS = {"full_attention": "attention", "moe": "a mixture of experts", "mlp": "an MLP"}
+DELTAS = ("qwen3_5_text", "qwen3_next", "olmo_hybrid")
+"""Hosts whose mixers are layers of a Gated DeltaNet."""
+_DELTA_WORDS = (
+    "Gated DeltaNet",
+    "metaplastic delta rule",
+    "has no meaning for the metaplastic delta rule, which is in no paper and whose output at another start than the "
+    "source's nobody derived",
+)
 _OF_FILES = ("model_type", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version")
 """Keys of config.json that concern the code and the files, not what the model computes."""
 _SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -83,6 +91,8 @@ class Hybrid:
     def __init__(self, name: str) -> None:
         self.name = name
         self.layouts = (name, f"{PREFIX}{name}")
+        words = _DELTA_WORDS if name in DELTAS else ("Mamba2", "Palimpsa-M", "")
+        self.plain, self.swapped, self.exact_only = words
 
     def config(self, where: str, keys: Mapping[str, Any]) -> HybridConfig:
         surgery = {key: keys[key] for key in ("palimpsa_layers", *GateSpec.KEYS) if key in keys}
@@ -102,14 +112,14 @@ class Hybrid:
         paths = self.paths(config)
         if not paths:
             raise CheckpointError(
-                f"{where}: a {self.name} model of {len(config.layer_types)} layers, none of which has a Mamba2 mixer; "
-                "choose a model that has some"
+                f"{where}: a {self.name} model of {len(config.layer_types)} layers, none of which has a {self.plain} "
+                "mixer; choose a model that has some"
             )
         for layer in swapped:
             if layer not in paths:
                 raise CheckpointError(
-                    f"{where}:palimpsa_layers: names layer {layer}, which holds no Mamba2 mixer; restore the config "
-                    "that was written with the weights"
+                    f"{where}:palimpsa_layers: names layer {layer}, which holds no {self.plain} mixer; restore the "
+                    "config that was written with the weights"
                 )
         return replace(config, palimpsa_layers=swapped, gate=self._gate(where, config, surgery))
 
@@ -117,8 +127,8 @@ class Hybrid:
         if not said:
             return None
         geometry = next(iter(self.sites(config).values())).geometry
-        gate = GateSpec.complete(geometry.hidden_size, geometry.head_dim, **said)
-        for key, fault in gate.misfits(geometry.hidden_size, geometry.head_dim):
+        gate = GateSpec.complete(geometry.hidden_size, geometry.gate_channels, **said)
+        for key, fault in gate.misfits(geometry.hidden_size, geometry.gate_channels):
             raise CheckpointError(f"{where}:{key}: {fault}, or restore the config that was written with the weights")
         return gate
 
@@ -128,20 +138,23 @@ class Hybrid:
         return mixer_paths(config)
 
     def sites(self, config: HybridConfig) -> dict[int, Site]:
-        from ...modeling.hybrids.hosts import norm_path
-        from ...modeling.hybrids.mixer_hybrid import host_geometry
+        from ...modeling.hybrids.hosts import HOSTS, norm_path
+        from ...modeling.hybrids.swapping import mixer_geometry
 
         model, swapped = self.host(config), set(config.palimpsa_layers)
         sites = {}
         for layer, path in self.paths(config).items():
             mixer = model.get_submodule(path)
-            geometry = host_geometry(mixer, model.config)
+            geometry = mixer_geometry(mixer, model.config)
             absent = tuple(geometry.shapes().keys() - dict(mixer.named_parameters()).keys())
             gate = config.gate if layer in swapped else None
-            sites[layer] = Site(layer, path, norm_path(config, layer), geometry, gate, absent)
+            offset = HOSTS[self.name].norm_offset
+            sites[layer] = Site(layer, path, norm_path(config, layer), geometry, gate, absent, offset)
         return sites
 
     def kind(self, config: HybridConfig, layer: int) -> str:
+        if layer in self.paths(config):
+            return self.plain
         return _KINDS.get(config.layer_types[layer], config.layer_types[layer])
 
     def shapes(self, config: HybridConfig) -> dict[str, tuple[int, ...]]:
@@ -166,6 +179,7 @@ class Hybrid:
         own = {f"{paths[layer]}.{tensor}" for layer in config.palimpsa_layers for tensor in MIXER_FP32}
         return (
             name in own
+            or name in _made_fp32(self.name, self._content(config))
             or name.endswith(tuple(f".{GATE}.{one}" for one in GATE_FP32))
             or any(re.search(rf"(^|\.){re.escape(part)}(\.|$)", name) for part in strict)
         )
@@ -196,32 +210,31 @@ class Hybrid:
     def reference(self, config: HybridConfig, state: Mapping[str, Tensor]) -> Any:
         import torch
 
-        from ...modeling.hybrids.hosts import time_step_limit
         from ...modeling.hybrids.modeling_palimpsa_hybrid import host_class
+        from ...modeling.hybrids.swapping import bound_step_sizes
 
         model = _loaded(host_class(self.name), self._host_config(config.keys()), state, torch.float32)
         for path in self.paths(config).values():
-            model.get_submodule(path).time_step_limit = time_step_limit(model.config)
+            bound_step_sizes(model.get_submodule(path), model.config)
         return model
 
     def mixers(self, config: HybridConfig, layer: int) -> tuple[nn.Module, nn.Module]:
-        from ...modeling.hybrids.hosts import time_step_limit
-        from ...modeling.hybrids.mixer_hybrid import HybridMixer
+        from ...modeling.hybrids.swapping import bound_step_sizes, swapped_mixer
 
         model, path = self.host(config), self.paths(config)[layer]
         plain, swapped = (copy.deepcopy(model.get_submodule(path)) for _ in range(2))
-        plain.time_step_limit = time_step_limit(model.config)
+        bound_step_sizes(plain, model.config)
         for name, buffer in self._buffers(config).items():
             plain.register_buffer(name, buffer, persistent=False)
             swapped.register_buffer(name, buffer, persistent=False)
-        return plain, HybridMixer(swapped, model.config, config.gate)
+        return plain, swapped_mixer(swapped, model.config, config.gate)
 
     def remarks(self, config: HybridConfig) -> tuple[str, ...]:
         from ...modeling.hybrids.hosts import time_step_limit
 
         model = self.host(config)
         bounds = time_step_limit(model.config)
-        own = model.get_submodule(next(iter(self.paths(config).values()))).time_step_limit
+        own = getattr(model.get_submodule(next(iter(self.paths(config).values()))), "time_step_limit", None)
         if own is None or tuple(own) == bounds:
             return ()
         return (
@@ -248,7 +261,10 @@ class Hybrid:
 
     def host(self, config: HybridConfig) -> Any:
         """The host's model on `meta`, without swapped layers; one object, not to be changed."""
-        return _on_meta(self.name, json.dumps(_strict(config.content), sort_keys=True, default=str))
+        return _on_meta(self.name, self._content(config))
+
+    def _content(self, config: HybridConfig) -> str:
+        return json.dumps(_strict(config.content), sort_keys=True, default=str)
 
     def _host_config(self, content: Mapping[str, Any], where: str = "config.json") -> Any:
         from ...modeling.hybrids.configuration_palimpsa_hybrid import host_config_class
@@ -283,14 +299,14 @@ def _strict(value: Any) -> Any:
 
 
 @lru_cache(maxsize=4)
-def _on_meta(name: str, content: str) -> Any:
+def _on_meta(name: str, content: str, **options: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
     keys = json.loads(content, object_hook=lambda table: float(table["__float__"]) if "__float__" in table else table)
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(HYBRIDS[name]._host_config(keys))
+            return AutoModelForCausalLM.from_config(HYBRIDS[name]._host_config(keys), **options)
     except PalimpsaError:
         raise
     except Exception as error:  # sizes that contradict each other, of which every class speaks in its own way
@@ -299,6 +315,15 @@ def _on_meta(name: str, content: str) -> Any:
             f"config.json: transformers cannot build a {name} model from it ({reason}); correct it, or download "
             "it again"
         ) from error
+
+
+@lru_cache(maxsize=4)
+def _made_fp32(name: str, content: str) -> frozenset[str]:
+    """The parameters that the host's class makes in fp32 in a model of another type."""
+    import torch
+
+    parameters = _on_meta(name, content, dtype=torch.bfloat16).named_parameters()
+    return frozenset(name for name, parameter in parameters if parameter.dtype == torch.float32)
 
 
 @contextmanager
@@ -328,6 +353,6 @@ def _loaded(model_class: type, config: Any, state: Mapping[str, Tensor], dtype: 
 
 
 HYBRIDS: dict[str, Hybrid] = {
-    name: Hybrid(name) for name in ("bamba", "granitemoehybrid", "falcon_h1", "zamba2", "nemotron_h")
+    name: Hybrid(name) for name in ("bamba", "granitemoehybrid", "falcon_h1", "zamba2", "nemotron_h", *DELTAS)
 }
 """By the host's `model_type`."""

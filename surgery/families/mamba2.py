@@ -55,6 +55,7 @@ class Mamba2:
 
     name = "mamba2"
     layouts = ("mamba_ssm", "palimpsa_mamba2")
+    plain, swapped, exact_only = "Mamba2", "Palimpsa-M", ""
     copied = False
 
     def config(self, where: str, keys: Mapping[str, Any]) -> Mamba2Config:

@@ -3,6 +3,7 @@
 Per head, over all tokens, with d_t as the layer uses it (bias, softplus, limits):
     rate   = mean_t A d_t             nats per token
     window = mean_t 1 / (1 - a_t)     tokens, a_t = exp(-A d_t)
+The log decay that a layer of a Gated DeltaNet gives its rule is -A d_t.
 A layer's figures are the means over its heads. Sums are fp64, so batch size and order do not change them. The model
 runs layer by layer (see `layerwise.py`): `measure` holds the weights of one layer at a time.
 """
@@ -49,7 +50,7 @@ class ForgettingSums:
     """Running sums of one layer, [H] fp64."""
 
     def __init__(self, mixer: nn.Module, calibrate: bool) -> None:
-        heads = mixer.geometry.num_heads
+        heads = len(mixer.A_log)
         self.rate, self.window = torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64)
         self.tokens = 0
         self.swapped = hasattr(mixer, "metaplasticity")
@@ -130,17 +131,21 @@ def measure_forgetting(
         files: where the weights of the model are, unless it has them itself.
 
     Returns:
-        One entry for each layer that has a Mamba2 mixer.
+        One entry for each layer that has a mixer.
     """
-    from .views import our_mixers
+    from ...modeling.hybrids.hosts import is_delta
+    from .views import our_mixers, watching_rules
 
     training = model.training
     model.eval()
     try:
+        delta = is_delta(model.config)
+        watching = watching_rules if delta else _watching
         with our_mixers(model) as found:
-            sums = {layer: ForgettingSums(mixer, calibrate) for layer, mixer in found.items()}
+            # No start of a delta rule is calibrated.
+            sums = {layer: ForgettingSums(mixer, calibrate and not delta) for layer, mixer in found.items()}
             last = max(found)
-            with progress(len(sequences) * (last + 1), "measuring") as bar, _watching(found, sums):
+            with progress(len(sequences) * (last + 1), "measuring") as bar, watching(found, sums):
                 run_by_layer(model, sequences, batch_size=batch_size, last=last, files=files, ran=bar.update)
     finally:
         model.train(training)

@@ -12,6 +12,8 @@ from ...kernels.common.precision import dtype_name
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.licenses import license_text
 from ..checkpoint.sources import tokenizer_file_name
+from ..families.hybrids import HYBRIDS, PREFIX
+from ..families.mamba2 import MAMBA2
 from .forgetting import static_forgetting
 
 SCHEMA_VERSION = 1
@@ -114,8 +116,14 @@ class Inspection:
 
     def layer_rows(self) -> list[tuple[int, str, float, float]]:
         """One row a layer for a table with `LAYER_HEADERS`."""
+        family = HYBRIDS.get(self.layout.removeprefix(PREFIX), MAMBA2)
         return [
-            (figures.layer, "Palimpsa-M" if figures.swapped else "Mamba2", figures.static_window, figures.static_rate)
+            (
+                figures.layer,
+                family.swapped if figures.swapped else family.plain,
+                figures.static_window,
+                figures.static_rate,
+            )
             for figures in self.layers
         ]
 

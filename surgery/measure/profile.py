@@ -146,7 +146,7 @@ class Profile(StrictModel):
             odd = min(numbers ^ mixers)
             raise SchemaError(
                 f"profile.json:layers: lists {counted(len(numbers), 'layer')}, {checkpoint.source_id} has "
-                f"{len(mixers)} with a Mamba2 mixer (layer {odd} is in one alone); measure this checkpoint again"
+                f"{len(mixers)} with a mixer to swap (layer {odd} is in one alone); measure this checkpoint again"
             )
         for layer in self.layers:
             heads = checkpoint.sites[layer.layer].geometry.num_heads
@@ -155,8 +155,9 @@ class Profile(StrictModel):
                     f"profile.json:layers.{layer.layer}.head_rate: lists {counted(len(layer.head_rate), 'head')}, "
                     f"{checkpoint.source_id} has {heads}; measure this checkpoint again"
                 )
-            kind = "Palimpsa-M" if layer.layer in checkpoint.palimpsa_layers else "plain Mamba2"
-            if layer.swapped != (kind == "Palimpsa-M"):
+            swapped, family = layer.layer in checkpoint.palimpsa_layers, checkpoint.family
+            kind = family.swapped if swapped else f"plain {family.plain}"
+            if layer.swapped != swapped:
                 raise SchemaError(
                     f"profile.json:layers.{layer.layer}.swapped: is {str(layer.swapped).lower()}, but that layer of "
                     f"{checkpoint.source_id} is {kind}; correct it, or measure this checkpoint again"

@@ -1,15 +1,19 @@
-"""The mixers of a host as our own, so that there is one kind of mixer to watch and to run."""
+"""The mixers of a host as measuring watches them: those of Mamba2 as our own, Gated DeltaNets by their rules."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ...mixers.geometry import GateSpec
 from ...mixers.mixer import Mamba2Mixer
+from ...modeling.hybrids.hosts import is_delta
+from ...modeling.hybrids.mixer_delta import rules_of, run_with_rules
 from ...modeling.hybrids.mixer_hybrid import HybridMixer
 from ..families.registry import mixers
 
@@ -32,13 +36,12 @@ class PlainHybridMixer(HybridMixer):
 
 
 @contextmanager
-def our_mixers(model: nn.Module) -> Iterator[dict[int, Mamba2Mixer]]:
-    """The mixers of a model by layer. While the block runs, those of a host have our own in their places."""
+def our_mixers(model: nn.Module) -> Iterator[dict[int, nn.Module]]:
+    """The mixers of a model by layer. While the block runs, Mamba2 mixers of a host have our own in their places."""
     found = mixers(model)
     names = {module: name for name, module in model.named_modules()}
-    views = {
-        mixer: PlainHybridMixer(mixer, model.config) for mixer in found.values() if not isinstance(mixer, Mamba2Mixer)
-    }
+    theirs = [mixer for mixer in found.values() if not isinstance(mixer, Mamba2Mixer)]
+    views = {} if is_delta(model.config) else {mixer: PlainHybridMixer(mixer, model.config) for mixer in theirs}
     try:
         for mixer, view in views.items():
             model.set_submodule(names[mixer], view.train(mixer.training))
@@ -46,3 +49,27 @@ def our_mixers(model: nn.Module) -> Iterator[dict[int, Mamba2Mixer]]:
     finally:
         for mixer in views:
             model.set_submodule(names[mixer], mixer)
+
+
+@contextmanager
+def watching_rules(layers: dict[int, nn.Module], sums: dict[int, Any]) -> Iterator[None]:
+    """While the block runs, the log decays that delta layers give their rules go into their `ForgettingSums`."""
+    own = {layer: vars(layer).get("forward") for layer in layers.values()}  # as hooks of accelerate leave it
+    try:
+        for number, layer in layers.items():
+            layer.forward = partial(_watched, layer, sums[number])
+        yield
+    finally:
+        for layer, forward in own.items():
+            vars(layer).pop("forward", None)
+            if forward is not None:
+                layer.forward = forward
+
+
+def _watched(layer: nn.Module, sums: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def watched(rule: Callable[..., Any], *inputs: Any, g: Tensor, **options: Any) -> Any:
+        sums.add(-g, torch.ones(g.shape[-1], device=g.device))
+        return rule(*inputs, g=g, **options)
+
+    rules = {name: partial(watched, rule) for name, rule in rules_of(layer, hidden_states).items()}
+    return run_with_rules(layer, rules, hidden_states, *args, **kwargs)

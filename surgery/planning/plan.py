@@ -135,7 +135,10 @@ class Plan(StrictModel):
         for fault in _bad_layers(self.layers, checkpoint):
             yield "layers", fault
         for site in (checkpoint.sites[layer] for layer in self.layers if layer in checkpoint.sites):
-            yield from self.gate.misfits(site.geometry.hidden_size, site.geometry.head_dim)
+            yield from self.gate.misfits(site.geometry.hidden_size, site.geometry.gate_channels)
+        if checkpoint.family.exact_only and not INITS[self.init].exact:
+            exact = ", ".join(name for name, init in INITS.items() if init.exact)
+            yield "init", f"{self.init} {checkpoint.family.exact_only}; choose {exact}"
         own = checkpoint.config.gate.keys() if checkpoint.palimpsa_layers else {}
         for key, theirs in own.items():
             if (mine := getattr(self, key)) != theirs:
@@ -173,17 +176,17 @@ def parse_layers(text: str) -> int | tuple[int, ...]:
 
 
 def _bad_layers(layers: Sequence[int], checkpoint: Checkpoint) -> Iterator[str]:
-    """What is wrong with each layer that the model has not, that has no mixer, or that is Palimpsa-M already."""
-    num_layers, swapped = checkpoint.num_layers, checkpoint.palimpsa_layers
+    """What is wrong with each layer that the model has not, that has no mixer, or that is swapped already."""
+    family, num_layers, swapped = checkpoint.family, checkpoint.num_layers, checkpoint.palimpsa_layers
     for layer in layers:
         if layer >= num_layers:
             yield f"layer {layer}: the model has {counted(num_layers, 'layer')}, 0 to {num_layers - 1}"
         elif layer >= 0 and layer not in checkpoint.sites:
-            kind = checkpoint.family.kind(checkpoint.config, layer)
-            yield f"layer {layer}: is {kind}, which has no mixer to swap; choose layers of Mamba2"
+            kind = family.kind(checkpoint.config, layer)
+            yield f"layer {layer}: is {kind}, which has no mixer to swap; choose layers of {family.plain}"
         if layer in swapped:
             listed = ", ".join(str(number) for number in swapped)
-            yield f"layer {layer}: is Palimpsa-M already (swapped: {listed}); choose plain Mamba2 layers"
+            yield f"layer {layer}: is {family.swapped} already (swapped: {listed}); choose plain {family.plain} layers"
 
 
 def make_plan(
@@ -247,7 +250,7 @@ def make_plan(
         "layers": tuple(layers),
         "init": init,
         "strength": strength,
-        **GateSpec.complete(geometry.hidden_size, geometry.head_dim, **(usual | gate)).keys(),
+        **GateSpec.complete(geometry.hidden_size, geometry.gate_channels, **(usual | gate)).keys(),
         "seed": seed,
         "reasons": reasons,
     }

@@ -129,8 +129,10 @@ def test_a_kind_of_model_has_its_own_files_alone(tmp_path):
     assert hybrid - plain == {
         "configuration_palimpsa_hybrid.py",
         "hosts.py",
+        "mixer_delta.py",
         "mixer_hybrid.py",
         "modeling_palimpsa_hybrid.py",
+        "swapping.py",
     }
 
 

@@ -29,7 +29,7 @@ def run(subject: Subject, text: EvalText, options: EvalOptions) -> SuiteResult:
     sequences = text.sequences(options.longest)[: options.trials]
     seen = [_at_lengths(subject, sequence, options) for sequence in sequences]
     if not any(seen):
-        return SuiteResult([], [f"{subject.name} has no Palimpsa-M layer, so it has no importance"])
+        return SuiteResult([], [f"{subject.name} has no swapped layer, so it has no importance"])
     found = []
     for name, attribute in _KINDS:
         for length, layer in seen[0]:

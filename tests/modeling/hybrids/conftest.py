@@ -4,9 +4,10 @@ from functools import cache
 
 import pytest
 from palimpsa_surgery.modeling.hybrids.configuration_palimpsa_hybrid import known_hosts
-from tiny_hybrids import VARIANTS, make_host, make_hybrid, with_true_bounds
+from tiny_hybrids import DELTAS, VARIANTS, make_host, make_hybrid, with_true_bounds
 
 KINDS = [kind for kind in VARIANTS if kind in known_hosts()]
+KNOWN = [variant for variant in VARIANTS if variant.partition("/")[0] in known_hosts()]
 
 
 @cache
@@ -19,7 +20,7 @@ def _hybrid(variant):
     return make_hybrid(variant)
 
 
-@pytest.fixture(scope="session", params=[v for v in VARIANTS if v.partition("/")[0] in known_hosts()])
+@pytest.fixture(scope="session", params=KNOWN)
 def variant(request):
     """Every branch of every host's code."""
     return request.param
@@ -28,6 +29,18 @@ def variant(request):
 @pytest.fixture(scope="session", params=KINDS)
 def kind(request):
     """Every host."""
+    return request.param
+
+
+@pytest.fixture(scope="session", params=[one for one in KNOWN if one not in DELTAS])
+def mamba_variant(request):
+    """Every branch of the code of the hosts whose mixers are Mamba2."""
+    return request.param
+
+
+@pytest.fixture(scope="session", params=[one for one in KINDS if one not in DELTAS])
+def mamba_kind(request):
+    """Every host whose mixers are Mamba2."""
     return request.param
 
 

@@ -9,7 +9,7 @@ from palimpsa_surgery.modeling.hybrids import modeling_palimpsa_hybrid as modeli
 from palimpsa_surgery.modeling.hybrids.configuration_palimpsa_hybrid import config_class, known_hosts
 from palimpsa_surgery.modeling.hybrids.hosts import HOSTS
 from palimpsa_surgery.modeling.hybrids.modeling_palimpsa_hybrid import host_class, model_class
-from tiny_hybrids import SWAPPED, VARIANTS
+from tiny_hybrids import DELTAS, SWAPPED, VARIANTS
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -28,17 +28,18 @@ def test_a_config_is_the_hosts_and_five_keys(kind):
 
 
 def test_defaults_of_the_gate_follow_the_mixer(kind):
-    head_dim = {"falcon_h1": 4}.get(kind, 8)
-    assert make(kind).gate == GateSpec(rank=2, groups=head_dim, scale_form="abs", train_prior=True)
+    groups = {"falcon_h1": 4, **dict.fromkeys(DELTAS, 1)}.get(kind, 8)
+    assert make(kind).gate == GateSpec(rank=2, groups=groups, scale_form="abs", train_prior=True)
 
 
 def test_a_config_reads_what_it_wrote(kind, tmp_path):
-    config = make(kind, beta_rank=3, beta_groups=2, beta_scale_form="softplus", train_prior=False)
+    groups = 1 if kind in DELTAS else 2
+    config = make(kind, beta_rank=3, beta_groups=groups, beta_scale_form="softplus", train_prior=False)
     config.save_pretrained(tmp_path)
     again = AutoConfig.from_pretrained(tmp_path)
     assert type(again) is config_class(kind)
     assert again.to_diff_dict() == config.to_diff_dict()
-    assert again.gate == GateSpec(3, 2, "softplus", False)
+    assert again.gate == GateSpec(3, groups, "softplus", False)
 
 
 def test_classes_are_attributes_of_their_modules_and_can_be_pickled(kind):
@@ -61,7 +62,7 @@ def test_other_attributes_are_missing_as_usual(module):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"palimpsa_layers": [1]}, r"palimpsa_layers names 1; this model has Mamba2 mixers in the layers 0, 2$"),
+        ({"palimpsa_layers": [1]}, r"palimpsa_layers names 1; this model has mixers in the layers 0, 2$"),
         ({"palimpsa_layers": [-1, 7]}, "palimpsa_layers names -1, 7; this model has"),
         ({"palimpsa_layers": [0, 0]}, r"palimpsa_layers names a layer twice \(\[0, 0\]\); name each once"),
         ({"beta_rank": 0}, "beta_rank: 0 is less than 1"),

@@ -22,7 +22,7 @@ def test_the_table_and_the_tests_name_the_same_hosts():
     assert set(HOSTS) == set(SWAPPED) == {variant.partition("/")[0] for variant in VARIANTS}
 
 
-def test_paths_lead_to_every_mamba2_mixer_and_to_nothing_else(variant, host):
+def test_paths_lead_to_every_mixer_and_to_nothing_else(variant, host):
     model = host(variant)
     paths = mixer_paths(model.config)
     found = {name.removesuffix(".A_log") for name, _ in model.named_parameters() if name.endswith(".A_log")}
@@ -32,9 +32,9 @@ def test_paths_lead_to_every_mamba2_mixer_and_to_nothing_else(variant, host):
     assert all(mixer_path(model.config, layer) is norm_path(model.config, layer) is None for layer in others)
 
 
-def test_the_attributes_of_a_mixer_are_there(kind, host):
+def test_the_attributes_of_a_mixer_are_there(mamba_kind, host):
     """What our mixer replaces has no parameters but those of ours."""
-    model = host(kind)
+    model = host(mamba_kind)
     for path in mixer_paths(model.config).values():
         mixer = model.get_submodule(path)
         ours = Mamba2Mixer(host_geometry(mixer, model.config))

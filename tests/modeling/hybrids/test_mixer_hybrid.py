@@ -24,9 +24,9 @@ def distance(one, two):
 
 
 @torch.no_grad()
-def test_a_view_of_a_hosts_mixer_computes_the_same_on_the_same_tensors(variant, host):
+def test_a_view_of_a_hosts_mixer_computes_the_same_on_the_same_tensors(mamba_variant, host):
     """What measuring and verifying do."""
-    model = host(variant)
+    model = host(mamba_variant)
     mixer = first_mixer(model)
     view = HybridMixer(mixer, model.config, GATE)
     ours = dict(view.named_parameters())
@@ -46,16 +46,18 @@ def test_a_mixer_has_the_tensors_that_its_geometry_says(variant, hybrid):
         assert found == {name: shape for name, shape in said.items() if name not in absent}
 
 
-def test_the_geometry_is_read_from_a_mixer_without_memory(kind):
+def test_the_geometry_is_read_from_a_mixer_without_memory(mamba_kind):
     with torch.device("meta"):
-        model = host_class(kind)(CONFIG_MAPPING[kind](**VARIANTS[kind]))
-    assert host_geometry(first_mixer(model), model.config) == host_geometry(first_mixer(make_host(kind)), model.config)
+        model = host_class(mamba_kind)(CONFIG_MAPPING[mamba_kind](**VARIANTS[mamba_kind]))
+    assert host_geometry(first_mixer(model), model.config) == host_geometry(
+        first_mixer(make_host(mamba_kind)), model.config
+    )
 
 
 @torch.no_grad()
-def test_in_a_short_type_it_is_as_near_as_the_hosts_own(variant, host):
-    model = make_host(variant).bfloat16()
-    mixer, exact = first_mixer(with_true_bounds(model)), first_mixer(host(variant))(HIDDEN)
+def test_in_a_short_type_it_is_as_near_as_the_hosts_own(mamba_variant, host):
+    model = make_host(mamba_variant).bfloat16()
+    mixer, exact = first_mixer(with_true_bounds(model)), first_mixer(host(mamba_variant))(HIDDEN)
     view = HybridMixer(mixer, model.config, GATE)
     assert view.A_log.dtype == view.dt_bias.dtype == view.D.dtype == torch.float32
     with metaplasticity_off(view):

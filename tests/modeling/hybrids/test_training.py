@@ -7,7 +7,7 @@ import torch
 from palimpsa_surgery.mixers.geometry import GATE, GateSpec
 from palimpsa_surgery.modeling.hybrids.hosts import mixer_path
 from palimpsa_surgery.modeling.hybrids.modeling_palimpsa_hybrid import model_class
-from tiny_hybrids import SWAPPED, token_ids
+from tiny_hybrids import PROJECTIONS, SWAPPED, token_ids
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -58,7 +58,7 @@ def test_an_adapter_trains_what_it_names_and_is_saved_and_merged(kind, hybrid, t
     """By full paths: on a GPU the mixers of a host hand their tensors to one kernel and never call the modules."""
     hybrid(kind).save_pretrained(tmp_path / "model")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    targets = [f"{path}.{name}" for path in mixers(base) for name in ("in_proj", "out_proj")]
+    targets = [f"{path}.{name}" for path in mixers(base) for name in PROJECTIONS[kind]]
     config = peft.LoraConfig(
         r=2, target_modules=targets, modules_to_save=[f"{path}.{GATE}" for path in mixers(base)], lora_alpha=4
     )

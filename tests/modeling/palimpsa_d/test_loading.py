@@ -5,8 +5,10 @@ import math
 
 import pytest
 import torch
+from absent import run
 from palimpsa_surgery.base.errors import CheckpointError, UsageError
 from palimpsa_surgery.modeling import PalimpsaDConfig, PalimpsaDForCausalLM, PalimpsaDModel
+from palimpsa_surgery.modeling.bundle import bundle_remote_code, remote_code_keys
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -104,3 +106,32 @@ def test_a_new_model_starts_in_the_authors_ranges():
         assert not mixer.metaplasticity.log_prior.any()
         for name, parameter in mixer.named_parameters():
             assert parameter.dim() < 2 or parameter.std() > 0, name
+
+
+@pytest.mark.slow
+def test_a_folder_with_its_code_loads_generates_and_saves_where_the_package_is_absent(folder, lively_d, ids, tmp_path):
+    code = """
+        import torch
+        from transformers import AutoModel, AutoModelForCausalLM
+        source, out = sys.argv[1:]
+        ids = torch.load(out + "/ids.pt")
+        model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
+        assert type(model).__module__.endswith(".modeling_palimpsa_d"), type(model).__module__
+        with torch.no_grad():
+            hidden = AutoModel.from_pretrained(source, trust_remote_code=True)(ids).last_hidden_state
+            assert torch.equal(hidden, model.backbone(ids).last_hidden_state)
+            torch.save((model(ids).logits, model.generate(ids, max_new_tokens=4, do_sample=False)), out + "/found.pt")
+            model.save_pretrained(out + "/again")
+            again = AutoModelForCausalLM.from_pretrained(out + "/again", trust_remote_code=True)
+            assert torch.equal(again(ids).logits, model(ids).logits)
+    """
+    bundle_remote_code(folder, "palimpsa_d")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **remote_code_keys("palimpsa_d")}))
+    torch.save(ids, tmp_path / "ids.pt")
+    done = run(code, folder, tmp_path, home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    logits, tokens = torch.load(tmp_path / "found.pt")
+    with torch.no_grad():
+        torch.testing.assert_close(logits, lively_d()(ids).logits)
+        assert torch.equal(tokens, lively_d().generate(ids, max_new_tokens=4, do_sample=False))

@@ -11,7 +11,7 @@ from palimpsa_surgery.recipes.training.losses import CausalLoss, document_positi
 from palimpsa_surgery.recipes.training.modes import add_adapters, check_packing, check_shared, coverage
 from palimpsa_surgery.recipes.training.optim import decays, select_parameters
 from palimpsa_surgery.recipes.training.recipe import load_recipe
-from tiny_hybrids import SWAPPED, VARIANTS, make_host, make_hybrid, token_ids
+from tiny_hybrids import DELTAS, PROJECTIONS, SWAPPED, VARIANTS, make_host, make_hybrid, token_ids
 
 FP32 = 1e-5  # relative
 
@@ -47,7 +47,7 @@ def test_the_loss_in_chunks_is_the_models_own(kind):
 @torch.no_grad()
 def test_packed_documents_have_the_losses_of_documents_alone(kind):
     """Attention included, where all mixers are swapped."""
-    if not HOSTS[kind].keeps_documents_apart:
+    if not HOSTS[kind].keeps_documents_apart or kind in DELTAS:
         pytest.skip("refused, see below")
     loss, ids = CausalLoss(all_swapped(kind)), token_ids()
     packed = loss(ids, targets_of(ids), DOCUMENTS, per_token=True)
@@ -64,12 +64,18 @@ def test_positions_start_again_with_each_document():
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_documents_are_not_kept_apart_where_the_hosts_layers_cannot(kind, device):
     model = make_hybrid(kind)
-    with pytest.raises(UsageError, match=r"data.packing: .*; install .* or set data.packing=stream|granitemoehybrid"):
+    with pytest.raises(
+        UsageError, match=r"data.packing: .*; install .* or set data.packing=stream|granitemoehybrid|kernels"
+    ):
         check_packing(model, recipe_of(), torch.device(device))
     check_packing(model, recipe_of(data={"packing": "stream"}), CPU)
 
 
 def test_documents_are_kept_apart_where_all_mixers_are_swapped(kind):
+    if kind in DELTAS:
+        with pytest.raises(UsageError, match=rf"documents of {kind} apart with kernels that are not tested here"):
+            check_packing(all_swapped(kind), recipe_of(), CPU)
+        return
     if HOSTS[kind].keeps_documents_apart:
         check_packing(all_swapped(kind), recipe_of(), CPU)
         return
@@ -104,16 +110,26 @@ def test_adapters_are_put_on_modules_by_full_name_and_on_none_that_is_passed_by(
     pytest.importorskip("peft")
     model = make_hybrid(kind)
     paths = mixer_paths(model.config)
-    expected = {f"{path}.in_proj" for path in paths.values()} | {f"{paths[i]}.out_proj" for i in SWAPPED[kind]}
-    rows = coverage(model, ["in_proj", "out_proj"], SWAPPED[kind])
+    plain, delta = len(paths) - len(SWAPPED[kind]), kind in DELTAS
+    first, last = PROJECTIONS[kind]
+    expected = {f"{path}.{first}" for path in paths.values()}
+    expected |= {f"{path}.{last}" for i, path in paths.items() if delta or i in SWAPPED[kind]}
+    rows = coverage(model, [first, last], SWAPPED[kind])
     assert [(row.swapped, row.source) for row in rows] == [
-        (len(SWAPPED[kind]), len(paths) - len(SWAPPED[kind])),
-        (len(SWAPPED[kind]), 0),
+        (len(SWAPPED[kind]), plain),
+        (len(SWAPPED[kind]), plain if delta else 0),
     ]
-    peft = add_adapters(model, recipe_of(mode="lora"), SWAPPED[kind])
+    peft = add_adapters(model, recipe_of(mode="lora", lora={"targets": [first, last]}), SWAPPED[kind])
     assert {name.removeprefix("base_model.model.") for name in adapted(peft)} == expected
     whole = [name for name, p in peft.named_parameters() if p.requires_grad and "lora_" not in name]
     assert len(whole) == len(SWAPPED[kind]) * len(GateSpec.TENSORS)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DELTAS if kind in known_hosts()])
+def test_targets_of_a_mamba2_are_refused_with_the_names_of_the_hosts_own(kind):
+    pytest.importorskip("peft")
+    with pytest.raises(UsageError, match=f"in_proj matches no module; .*{PROJECTIONS[kind][0]} and .*every mixer"):
+        add_adapters(make_hybrid(kind), recipe_of(mode="lora"), SWAPPED[kind])
 
 
 def test_targets_in_blocks_that_layers_share_are_refused():

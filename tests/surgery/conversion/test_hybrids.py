@@ -10,7 +10,6 @@ import torch
 from palimpsa_surgery.base.errors import UsageError, VerificationError
 from palimpsa_surgery.mixers.metaplasticity import metaplasticity_off
 from palimpsa_surgery.modeling.hybrids.configuration_palimpsa_hybrid import known_hosts
-from palimpsa_surgery.modeling.hybrids.mixer_hybrid import HybridMixer
 from palimpsa_surgery.sharing.hub import push_to_folder
 from palimpsa_surgery.surgery.checkpoint.checkpoint import open_checkpoint
 from palimpsa_surgery.surgery.checkpoint.loading import load_model
@@ -22,7 +21,7 @@ from palimpsa_surgery.surgery.families.registry import mixers
 from palimpsa_surgery.surgery.measure.inspection import inspect_checkpoint
 from palimpsa_surgery.surgery.planning.plan import make_plan
 from safetensors.torch import load_file, save_file
-from tiny_hybrids import SWAPPED, VARIANTS, make_host, save_host, token_ids, with_true_bounds
+from tiny_hybrids import DELTAS, SWAPPED, VARIANTS, make_host, same, save_host, token_ids, with_true_bounds
 from transformers import AutoModelForCausalLM
 
 KNOWN = [variant for variant in VARIANTS if variant.partition("/")[0] in known_hosts()]
@@ -64,11 +63,11 @@ def test_a_conversion_is_proved_and_equals_the_host(variant, converted, rel):
     assert max(report.verification.off_error, report.verification.on_error) < EQUAL
     expected = logits(with_true_bounds(make_host(variant)))
     model = load_model(out)
-    assert {layer for layer, mixer in mixers(model).items() if isinstance(mixer, HybridMixer)} == set(swapped)
+    assert {layer for layer, mixer in mixers(model).items() if hasattr(mixer, "metaplasticity")} == set(swapped)
     assert rel(logits(model), expected) < EQUAL
     with metaplasticity_off(model):
         assert rel(logits(model), expected) < EQUAL
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(out)), logits(model))
+    assert same(variant, logits(AutoModelForCausalLM.from_pretrained(out)), logits(model))
 
 
 @pytest.mark.parametrize("variant", KNOWN)
@@ -92,7 +91,7 @@ def test_export_off_gives_the_host_back_to_the_bit(variant, converted, tmp_path)
     assert (tmp_path / "off" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "off")
     assert type(model) is type(make_host(variant))
-    assert torch.equal(logits(model), logits(AutoModelForCausalLM.from_pretrained(source)))
+    assert same(variant, logits(model), logits(AutoModelForCausalLM.from_pretrained(source)))
     assert not list((tmp_path / "off").glob("*.py"))
 
 
@@ -112,7 +111,10 @@ def test_a_converted_model_can_be_pushed(kind, converted, tmp_path):
     push_to_folder(out, "owner/name", tmp_path / "upload")
     names = {path.name for path in (tmp_path / "upload").iterdir()}
     assert {"modeling_palimpsa_hybrid.py", "model.safetensors.index.json", "model-source.safetensors"} <= names
-    assert f"hybrid Mamba2 (`{kind}`) language model" in (tmp_path / "upload" / "README.md").read_text()
+    text = (tmp_path / "upload" / "README.md").read_text()
+    assert f"hybrid {'Gated DeltaNet' if kind in DELTAS else 'Mamba2'} (`{kind}`) language model" in text
+    assert ("in nobody's paper, and untested as to benefit" in text) == (kind in DELTAS)
+    assert ("Palimpsa-M" in text) == (kind not in DELTAS)
 
 
 def test_another_tensor_of_the_host_fails_the_proof(converted, tmp_path):
@@ -162,10 +164,10 @@ def test_what_transformers_saves_anew_is_read_and_gives_the_host_back(kind, conv
     source, out, _ = converted(kind)
     model = load_model(out)
     model.save_pretrained(tmp_path / "saved")
-    assert torch.equal(logits(load_model(tmp_path / "saved")), logits(model))
+    assert same(kind, logits(load_model(tmp_path / "saved")), logits(model))
     export(tmp_path / "saved", tmp_path / "off", off=True)
     found, expected = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tmp_path / "off", source))
-    assert torch.equal(logits(found), logits(expected))
+    assert same(kind, logits(found), logits(expected))
 
 
 def test_a_host_can_be_written_as_ours_with_nothing_swapped(converted, tmp_path):
@@ -254,6 +256,48 @@ def test_layers_without_a_mixer_are_named_and_refused(converted, tmp_path):
     assert found.other_layers == {1: "a mixture of experts", 2: "attention", 3: "an MLP"}
     assert [figures.layer for figures in found.layers] == [0, 4, 5]
     assert found.geometry["num_heads"] == 8
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DELTAS if kind in KINDS])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"layers": (3,)},
+            "--layers: layer 3: is attention, which has no mixer to swap; choose layers of Gated DeltaNet",
+        ),
+        (
+            {"init": "calibrated"},
+            "--init: calibrated has no meaning for the metaplastic delta rule, .*; choose identity",
+        ),
+        ({"init": "paper"}, "--init: paper has no meaning for the metaplastic delta rule, .*; choose identity"),
+        ({"beta_groups": 2}, "--beta-groups: 2 is not 1, but all values of a head share one importance here; choose 1"),
+    ],
+)
+def test_a_delta_rule_is_swapped_where_there_is_one_and_with_an_exact_start_alone(
+    kind, options, message, converted, tmp_path
+):
+    source, out, _ = converted(kind)
+    with pytest.raises(UsageError, match=message):
+        convert(source, tmp_path / "out", **{"layers": (0,), **options})
+    with pytest.raises(UsageError, match="layer 0: is metaplastic delta rule already"):
+        convert(out, tmp_path / "out", layers=(0,))
+    with pytest.raises(UsageError, match=r"has metaplastic delta rule layers .*; give --off"):
+        export(out, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DELTAS if kind in KINDS])
+def test_what_is_inspected_has_the_names_of_a_delta_host(kind, converted):
+    _, out, _ = converted(kind)
+    found = inspect_checkpoint(open_checkpoint(out))
+    assert [row[1] for row in found.layer_rows()] == [
+        "metaplastic delta rule",
+        "Gated DeltaNet",
+        "metaplastic delta rule",
+    ]
+    assert found.other_layers == {3: "attention"}
+    assert (found.geometry["num_heads"], found.geometry["head_dim"], found.geometry["state_size"]) == (4, 6, 8)
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,18 @@ import torch
 from palimpsa_surgery.base.errors import CheckpointError
 from palimpsa_surgery.mixers.geometry import GateSpec
 from palimpsa_surgery.modeling.hybrids.configuration_palimpsa_hybrid import known_hosts
-from palimpsa_surgery.modeling.hybrids.hosts import HOSTS, time_step_limit
+from palimpsa_surgery.modeling.hybrids.hosts import HOSTS
 from palimpsa_surgery.modeling.hybrids.modeling_palimpsa_hybrid import model_class
-from palimpsa_surgery.surgery.families.hybrids import HYBRIDS, PREFIX
+from palimpsa_surgery.modeling.hybrids.swapping import bound_step_sizes
+from palimpsa_surgery.surgery.families.hybrids import DELTAS, HYBRIDS, PREFIX
 from palimpsa_surgery.surgery.families.registry import FAMILIES, mixers
 from tiny_hybrids import SWAPPED, VARIANTS, make_host, token_ids
 
 KNOWN = [variant for variant in VARIANTS if variant.partition("/")[0] in known_hosts()]
-GATE = GateSpec(2, 4, "abs", True)
+
+
+def gate(kind):
+    return GateSpec(2, 1 if kind in DELTAS else 4, "abs", True)
 
 
 def opened(variant, **changes):
@@ -26,12 +30,13 @@ def opened(variant, **changes):
 
 def swapped(variant):
     family, config = opened(variant)
-    keys = {**config.keys(), **GATE.keys(), "palimpsa_layers": SWAPPED[family.name]}
+    keys = {**config.keys(), **gate(family.name).keys(), "palimpsa_layers": SWAPPED[family.name]}
     return family, family.config("config.json", keys)
 
 
 def test_the_families_are_the_hosts():
     assert list(HYBRIDS) == list(HOSTS)
+    assert list(DELTAS) == [name for name, host in HOSTS.items() if host.delta]
     assert {f"{PREFIX}{host}" for host in HOSTS} < set(FAMILIES)
 
 
@@ -47,7 +52,7 @@ def test_sites_and_shapes_are_those_of_the_class(variant):
     for layer, site in family.sites(config).items():
         mixer = model.get_submodule(site.module)
         assert site.shapes() == {site.tensor(name): tuple(p.shape) for name, p in mixer.named_parameters()}
-        assert (site.gate == GATE) == (layer in SWAPPED[family.name])
+        assert (site.gate == gate(family.name)) == (layer in SWAPPED[family.name])
         assert model.get_submodule(site.norm).weight.shape == (config.hidden_size,)
         assert mixers(model)[layer] is mixer
 
@@ -70,7 +75,7 @@ def test_the_reference_is_the_host_with_the_bounds_of_its_training(variant):
         model = family.reference(config, host.state_dict())
         as_shipped, bounded = host(token_ids()).logits, model(token_ids()).logits
         for path in family.paths(config).values():
-            host.get_submodule(path).time_step_limit = time_step_limit(host.config)
+            bound_step_sizes(host.get_submodule(path), host.config)
         assert torch.equal(host(token_ids()).logits, bounded)
     assert type(model) is type(host)
     assert bool(family.remarks(config)) == (not torch.equal(as_shipped, bounded))
@@ -102,8 +107,14 @@ def test_a_tensor_that_is_missing_is_an_error_and_no_random_layer():
     [
         ({"hidden_size": "wide"}, "transformers refuses it as the config of a bamba model .*hidden_size"),
         ({"attn_layer_indices": [0, 1, 2]}, "none of which has a Mamba2 mixer"),
-        ({"palimpsa_layers": [1], **GATE.keys()}, "palimpsa_layers: names layer 1, which holds no Mamba2 mixer"),
-        ({"palimpsa_layers": [0], **GATE.keys(), "beta_groups": 3}, "beta_groups: 3 does not divide head_dim 8"),
+        (
+            {"palimpsa_layers": [1], **gate("bamba").keys()},
+            "palimpsa_layers: names layer 1, which holds no Mamba2 mixer",
+        ),
+        (
+            {"palimpsa_layers": [0], **gate("bamba").keys(), "beta_groups": 3},
+            "beta_groups: 3 does not divide head_dim 8",
+        ),
     ],
 )
 def test_configs_that_are_none_are_refused(changes, message):

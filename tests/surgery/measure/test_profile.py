@@ -96,6 +96,7 @@ def checkpoint(fingerprint="ab" * 32, layers=2, heads=2, swapped=()):
     sizes = {"num_hidden_layers": layers, "num_heads": heads, "palimpsa_layers": swapped}
     return SimpleNamespace(
         source_id="other",
+        family=MAMBA2,
         fingerprint=fingerprint,
         matches=fingerprint.__eq__,
         sites=MAMBA2.sites(MAMBA2.config("", sizes)),

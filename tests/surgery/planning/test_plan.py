@@ -24,6 +24,7 @@ def checkpoint(fingerprint=FINGERPRINT, **keys):
     config = MAMBA2.config("", {"num_hidden_layers": 6, "hidden_size": 64, "num_heads": 1, "head_dim": 8, **keys})
     return SimpleNamespace(
         source_id="tiny",
+        family=MAMBA2,
         fingerprint=fingerprint,
         matches=fingerprint.__eq__,
         config=config,

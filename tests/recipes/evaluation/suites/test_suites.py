@@ -214,4 +214,4 @@ def test_importance_in_pieces_equals_that_of_whole_texts(subject, evaluated, chu
 def test_a_plain_mamba2_has_no_importance(evaluated):
     found, notes = suite_importance.run(Subject(make_model(layers=()).eval(), "plain"), evaluated, options())
     assert not found
-    assert notes == ["plain has no Palimpsa-M layer, so it has no importance"]
+    assert notes == ["plain has no swapped layer, so it has no importance"]
