@@ -250,7 +250,7 @@ def measure(
     Runs the checkpoint on text and writes profile.json: for each layer and head the rate of forgetting (nats per token)
     and the window, which is how many tokens a memory lasts.
     """
-    from .base.files import refuse_file_name, refuse_to_replace
+    from .base.files import refuse_existing, refuse_file_name, refuse_to_replace
     from .surgery.checkpoint.sources import files_read
     from .surgery.measure.forgetting import measure as run
     from .surgery.measure.plots import write_profile_and_picture
@@ -270,13 +270,17 @@ def measure(
         tokenizer=tokenizer,
         revision=revision,
     )
-    write_profile_and_picture(profile, out, picture)
     if json:
         _print_json(profile.model_dump(mode="json"))
-        return
-    rows = [(x.layer, x.window, x.rate, "swapped" if x.swapped else "") for x in profile.layers]
-    print(table(rows, ("layer", "window (tokens)", "rate (nats/token)", "")))
-    print(f"\n{profile.source}: {profile.describe()}\nwrote {out} and {picture}")
+    else:
+        rows = [(x.layer, x.window, x.rate, "swapped" if x.swapped else "") for x in profile.layers]
+        print(table(rows, ("layer", "window (tokens)", "rate (nats/token)", "")))
+        print(f"\n{profile.source}: {profile.describe()}", flush=True)  # before the file, which may be refused
+    for path in (out, picture):
+        refuse_existing(path, force=force)  # another process may have been faster
+    write_profile_and_picture(profile, out, picture)
+    if not json:
+        print(f"wrote {out} and {picture}")
 
 
 @verb
@@ -302,7 +306,7 @@ def plan(
     Writes plan.yaml, which `palimpsa convert` carries out, and prints what fine-tuning would take. To choose a number
     of layers it needs a profile; to take the layers you list it needs none.
     """
-    from .base.files import refuse_file_name, refuse_to_replace
+    from .base.files import refuse_existing, refuse_file_name, refuse_to_replace
     from .recipes.training.estimate import estimate_rows
     from .surgery.checkpoint.checkpoint import open_checkpoint
     from .surgery.checkpoint.sources import files_read
@@ -321,6 +325,7 @@ def plan(
         seed=seed,
         **_given(layers=None if layers is None else parse_layers(layers), rule=rule, init=init),
     )
+    refuse_existing(out, force=force)  # another process may have been faster
     write_plan(made, out)
     if json:
         _print_json(made.model_dump(mode="json"))

@@ -251,7 +251,12 @@ def refuse_to_replace(outputs: Iterable[str | Path], *inputs: str | Path | None,
         _refuse_in_use(path, *inputs)
         if path.is_dir():
             raise OutputExistsError(f"{path}: is a folder, and a file is to be written; choose another output")
-        if any(fnmatch(path.name, pattern) for pattern in _READ_BY_NAME):
+        end = path.resolve()  # of a link, whose target is what is replaced
+        if end.suffix != path.suffix:
+            raise OutputExistsError(
+                f"{path}: is a link to {end.name}, which is no such file; remove the link, or choose another output"
+            )
+        if any(fnmatch(name, pattern) for name in (path.name, end.name) for pattern in _READ_BY_NAME):
             raise OutputExistsError(
                 f"{path}: is the name of a file that a model or a run is read from; choose another, such as "
                 f"{path.stem}-1{path.suffix}"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ..base.errors import CheckpointError, HubError, PalimpsaError, UsageError
 from ..base.files import output_folder, refuse_existing, refuse_to_delete
 from ..base.network import check_network
-from ..surgery.checkpoint.sources import read_foreign_json
+from ..surgery.checkpoint.sources import read_foreign_json, reading
 from ..surgery.conversion.card import is_own_card
 from .staging import ADAPTER, CARD, MODEL, SECRET, Upload, prepare_upload
 
@@ -87,9 +87,11 @@ def push_to_folder(
     refuse_to_delete(target, model, evaluation)
     with output_folder(target, force=force) as folder:
         upload = prepare_upload(model, folder, repo_id, evaluation=evaluation, base=base)
-        for name, path in upload.files.items():
-            if folder not in path.parents:
-                _link_or_copy(path, folder / name)
+        with reading(model):
+            for name, path in upload.files.items():
+                if folder not in path.parents:
+                    _link_or_copy(path, folder / name)
+        upload.refuse_changed()
     for note in upload.notes:
         logger.info("%s", note)
     return Path(target)
@@ -172,6 +174,7 @@ class _Push:
         removed = sorted(name for name in present - set(self.upload.files) if self._goes(name, same))
         operations: list[Any] = [CommitOperationDelete(name) for name in removed]
         operations += [CommitOperationAdd(name, str(path)) for name, path in files.items()]
+        self.upload.refuse_changed()  # each operation has taken the checksum of its file
         commit = self.api.create_commit(
             self.repo_id, operations, commit_message=f"Upload {self.upload.kind}", parent_commit=info.sha
         )

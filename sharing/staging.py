@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from ..base.console import counted
-from ..base.errors import CheckpointError, SchemaError, UsageError
+from ..base.errors import ChangedFileError, CheckpointError, SchemaError, UsageError
 from ..base.files import RECIPE, load_json, load_yaml, named_path, write_json, write_text
 from ..base.schemas import read_model, write_model
 from ..kernels.common.precision import dtype_name
@@ -32,12 +32,13 @@ from ..recipes.training.adapter_files import (
     read_adapter_tensors,
 )
 from ..recipes.training.recipe import Recipe
-from ..surgery.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from ..surgery.checkpoint.checkpoint import Checkpoint, file_stamp, open_checkpoint
 from ..surgery.checkpoint.licenses import card_metadata, license_files, license_terms
 from ..surgery.checkpoint.sources import (
     TOKENIZER_PATTERNS,
     is_of_tokenizer,
     read_foreign_json,
+    reading,
     recipe_files,
     tokenizer_file_name,
     tokenizer_files,
@@ -86,6 +87,7 @@ class Upload:
         own_card: whether README.md was written by this package, not by the user.
         identity: what tells another version of this model from another model.
         notes: what was left out, and why.
+        stamps: of the files that were there when the push began.
     """
 
     kind: str
@@ -93,6 +95,21 @@ class Upload:
     own_card: bool
     identity: dict[str, Any]
     notes: tuple[str, ...]
+    stamps: dict[Path, tuple[int, int, int]]
+
+    def refuse_changed(self) -> None:
+        """Raises `CheckpointError` where a file was written to or replaced since the push began.
+
+        Card, code and the smaller files would be one model's and the weights, which are not copied, another's.
+        """
+        for path, stamp in self.stamps.items():
+            with reading(path.parent.name):
+                now = file_stamp(path)
+            if now != stamp:
+                raise ChangedFileError(
+                    f"{path.parent.name}: its {path.name} was written to or replaced during the push; leave the folder "
+                    "alone meanwhile, and push again"
+                )
 
 
 def prepare_upload(
@@ -126,6 +143,8 @@ def prepare_upload(
     report = named_path(evaluation, "evaluation") if evaluation is not None else folder / EVAL_FILE
     if evaluation is not None and not report.is_file():
         raise UsageError(f"--eval {report}: no such file; write it with palimpsa evaluate")
+    with reading(folder.name):
+        stamps = {path: file_stamp(path) for path in (*_files(folder), *tokenizer_files(folder))}
     own = kept_readme(folder)
     names = sorted({path.name for path in _files(folder)} | {*map(tokenizer_file_name, tokenizer_files(folder))})
     weights = _weights(folder, kind)
@@ -144,7 +163,7 @@ def prepare_upload(
     notes = (f"not part of a model, so not uploaded: {', '.join(left)}",) if left else ()
     if base is not None:
         notes = (*notes, check_base(folder, base, token))
-    return Upload(kind, dict(sorted(files.items())), own is None, identity, notes)
+    return Upload(kind, dict(sorted(files.items())), own is None, identity, notes, stamps)
 
 
 def _files(folder: Path, pattern: str = "*") -> list[Path]:

@@ -248,6 +248,39 @@ def test_outputs_are_not_overwritten_without_force(work, verb):
     assert witness.read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("verb", "made_by"),
+    [
+        ("measure", "surgery.measure.forgetting.static_forgetting"),
+        ("plan", "surgery.planning.plan.make_plan"),
+        ("evaluate", "recipes.evaluation.evaluate._compared"),
+    ],
+)
+@pytest.mark.parametrize("force", [False, True])
+def test_what_another_process_wrote_meanwhile_is_replaced_with_force_alone(tmp_path, monkeypatch, verb, made_by, force):
+    out = tmp_path / ("out.yaml" if verb == "plan" else "out.json")
+    arguments = {
+        "measure": ["--static"],
+        "plan": ["--layers", "1,"],
+        "evaluate": ["--suite", "loss", "--lengths", "32", "--tokens", "64", "--device", "cpu"],
+    }
+    module, _, name = f"palimpsa_surgery.{made_by}".rpartition(".")
+    make = getattr(sys.modules.get(module) or __import__(module, fromlist=[name]), name)
+
+    def slowly(*given, **options):
+        out.write_text("theirs")
+        return make(*given, **options)
+
+    monkeypatch.setattr(f"{module}.{name}", slowly)
+    code = 0 if force else 1 if verb == "evaluate" else 2
+    result = invoke(verb, SOURCE, *arguments[verb], "-o", out, *["--force"] * force, code=code)
+    assert (out.read_text() == "theirs") != force
+    if not force:
+        assert "is a file; choose another output, or give --force" in result.stderr
+        assert "wrote" not in result.stdout
+        assert result.stdout or verb == "plan", "what was measured is printed"
+
+
 def test_plan_says_why(work, tmp_path):
     result = invoke("plan", SOURCE, "--profile", work / "profile.json", "--layers", "1", "-o", tmp_path / "plan.yaml")
     assert "by window" in result.stdout

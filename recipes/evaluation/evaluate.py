@@ -12,7 +12,7 @@ import torch
 from ... import __version__
 from ...base.console import progress
 from ...base.errors import OutputError, PalimpsaError, UsageError
-from ...base.files import named_path, refuse_file_name, refuse_to_replace
+from ...base.files import named_path, refuse_existing, refuse_file_name, refuse_to_replace
 from ...base.text import data_name
 from ...kernels.backends import describe_device
 from ...kernels.common.precision import dtype_name
@@ -89,7 +89,7 @@ def evaluate(
 
     Raises:
         UsageError: an unknown suite or option, or tokenizers that do not encode alike.
-        UnwrittenReportError: the disk is full.
+        UnwrittenReportError: the disk is full, or another process wrote the report meanwhile.
         EvaluationError: a figure is not finite; the harness is not installed or does not know a task.
     """
     names = _suite_names(suites, lm_eval)
@@ -98,7 +98,8 @@ def evaluate(
         refuse_file_name(out, ".json", ".yaml", ".yml")
         out = named_path(out, "output")
         read = [file for one in (model, against, tokenizer) for file in _files_of(one)]
-        refuse_to_replace([out, *(_picture(out, name) for name in names if _draw(name))], *read, data, force=force)
+        outputs = [out, *(_picture(out, name) for name in names if _draw(name))]
+        refuse_to_replace(outputs, *read, data, force=force)
     weights_dtype = _dtype(dtype, device)
     tasks = open_tasks(lm_eval, limit=lm_eval_limit) if lm_eval else None
     checkpoints = [
@@ -147,6 +148,8 @@ def evaluate(
     if out is None:
         return report
     try:
+        for path in outputs:
+            refuse_existing(path, force=force)  # another process may have been faster
         return _written(report, out)
     except PalimpsaError as error:
         raise UnwrittenReportError(str(error), report) from error

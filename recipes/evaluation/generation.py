@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ from ...surgery.checkpoint.checkpoint import open_checkpoint
 from ...surgery.checkpoint.loading import load_model
 from ...surgery.checkpoint.tokenizer import open_tokenizer, with_tokenizer
 
+_LEAST_TEMPERATURE = 1e-6
+"""Logits divided by less may leave the range of fp32."""
 _NO_SETTINGS = frozenset(("transformers_version", "_from_model_config", "bos_token_id", "eos_token_id", "pad_token_id"))
 """Keys of a generation config that ask for no way of choosing tokens."""
 
@@ -73,13 +76,20 @@ def continue_text(
     """`generate` with a loaded model and tokenizer.
 
     Raises:
-        UsageError: an empty prompt, numbers that make no sense, or a generation config that transformers refuses.
+        UsageError: an empty prompt or one that is no text, numbers that make no sense, or a generation config that
+            transformers refuses.
         CheckpointError: the logits are not finite.
     """
     if max_new_tokens < 1:
         raise UsageError(f"max_new_tokens is {max_new_tokens}, expected at least 1")
-    if temperature is not None and temperature < 0:
-        raise UsageError(f"temperature is {temperature}, expected 0 (the most likely token) or more")
+    if temperature and not _LEAST_TEMPERATURE <= temperature < math.inf:  # nor is a NaN
+        raise UsageError(
+            f"temperature is {temperature}, expected 0 (the most likely token) or a number from {_LEAST_TEMPERATURE} up"
+        )
+    if not -(2**63) <= seed < 2**64:
+        raise UsageError(f"seed is {seed}, expected a number of at most 64 bits, such as 0")
+    if any("\ud800" <= character <= "\udfff" for character in prompt):  # what a shell passes on of other encodings
+        raise UsageError("the prompt is not UTF-8 text; give it in that encoding")
     words = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     if not words:
         raise UsageError("the prompt has no token; give some text to continue")

@@ -83,7 +83,7 @@ class Recipe(StrictModel):
 
     description: str = ""
     mode: Literal["full", "new", "new+swapped", "lora", "qlora"] = "full"
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**32)  # those of the steps, made from it, fill 64 bits
     data: DataRecipe = Field(default_factory=DataRecipe)
 
     batch_size: int = Field(8, ge=1)

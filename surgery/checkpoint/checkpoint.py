@@ -162,7 +162,7 @@ class Checkpoint:
         """Raises `CheckpointError` where the folder is gone or holds another model now: its weights are still read to
         their end, but what is copied beside them would be that other model's."""
         with reading(self.source_id):
-            now = _stamp(self._config_file)
+            now = file_stamp(self._config_file)
         if now != self._config_stamp:
             raise ChangedFileError(
                 f"{self.source_id}: its {self._config_file.name} was replaced while the model was in use; put the "
@@ -287,13 +287,13 @@ def _opened(source: Source) -> Checkpoint:
         _located=ordered,
         _config_file=layout.config_file,
         _owners=tensors,
-        _config_stamp=_stamp(layout.config_file),
+        _config_stamp=file_stamp(layout.config_file),
         _names=layout.names,
         **_surroundings(source),
     )
 
 
-def _stamp(path: Path) -> tuple[int, int, int]:
+def file_stamp(path: Path) -> tuple[int, int, int]:
     """What changes when a file is written again or replaced."""
     found = path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns

@@ -29,7 +29,7 @@ from .model_folder import (
     write_surroundings,
     write_weights,
 )
-from .writer import TensorSpec
+from .writer import TensorSpec, room
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,9 @@ def export(
 
 def _write_mamba_ssm(checkpoint: Checkpoint, folder: Path, config: Config, specs: list[TensorSpec], name: str) -> None:
     write_json(folder / "config.json", mamba_ssm_config(checkpoint))
-    torch.save(_state_dict(checkpoint, [spec.name for spec in specs]), folder / WEIGHTS_FILE)
+    state = _state_dict(checkpoint, [spec.name for spec in specs])
+    with room(WEIGHTS_FILE, sum(spec.nbytes for spec in specs)):
+        torch.save(state, folder / WEIGHTS_FILE)
     copy_companions(checkpoint, folder)
     _write_license(checkpoint, folder, name)
 

@@ -72,7 +72,7 @@ def copy_files(
         for path, names in files.items():
             # A lone `model.safetensors` is all that transformers looks at, whatever the index beside it says.
             name = "model.safetensors" if lone else _among_others(path.name)
-            with _room(name, total):
+            with room(name, total):
                 shutil.copyfile(path, folder / name)
             written(folder / name)
             weight_map |= dict.fromkeys(names, name)
@@ -80,7 +80,7 @@ def copy_files(
         if added:
             name = _unused(ADDED_FILE, set(weight_map.values()))
             tensors = {spec.name: _fitting(spec, load(spec.name)) for spec in added}
-            with _room(name, total):
+            with room(name, total):
                 save_file(tensors, folder / name, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(tensors, name)
     if not lone:
@@ -112,11 +112,11 @@ def _refuse_full_disk(folder: Path, total: int) -> None:
 
 
 @contextlib.contextmanager
-def _room(file: str, total: int) -> Iterator[None]:
+def room(file: str, total: int) -> Iterator[None]:
     """Turns an error of writing a file into a `CheckpointError`."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, RuntimeError) as error:  # the last one is torch's writer of zip files
         raise CheckpointError(
             f"{file}: cannot be written ({error}), {human_bytes(total)} are needed in all; free room on the disk or "
             "choose another output"
@@ -163,7 +163,7 @@ def write_tensors(folder: str | Path, specs: Iterable[TensorSpec], load: Callabl
             for name in names:
                 tensors[name] = _fitting(by_name[name], load(name))
                 bar.update()
-            with _room(file, total):
+            with room(file, total):
                 save_file(tensors, folder / file, metadata={"format": "pt"})
             written(folder / file)
     if split.is_sharded:

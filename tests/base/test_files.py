@@ -360,6 +360,29 @@ def test_no_report_has_the_name_of_a_file_that_a_model_is_read_from(tmp_path, th
     files.refuse_to_replace([tmp_path / "eval.json"], force=True)
 
 
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("model.safetensors", r"is a link to model\.safetensors, which is no such file"),
+        ("pytorch_model.bin", r"is a link to pytorch_model\.bin"),
+        ("notes", "is a link to notes"),
+        ("config.json", "is the name of a file that a model or a run is read from"),
+    ],
+)
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_is_no_way_to_replace_a_file_of_another_kind(tmp_path, target, message, there):
+    (tmp_path / "out.json").symlink_to(tmp_path / target)
+    if there:
+        (tmp_path / target).write_text("weights")
+    with pytest.raises(OutputExistsError, match=rf"out\.json: {message}"):
+        files.refuse_to_replace([tmp_path / "out.json"], force=True)
+
+
+def test_a_link_to_a_file_of_the_same_kind_is_followed(tmp_path):
+    (tmp_path / "out.json").symlink_to(tmp_path / "other.json")
+    files.refuse_to_replace([tmp_path / "out.json"], force=True)
+
+
 def test_a_forced_replacement_never_changes_a_folder_that_is_read(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.json").write_text("[]")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -13,7 +14,7 @@ import pytest
 import torch
 from hub_server import TOKEN
 from huggingface_hub import ModelCard, constants
-from palimpsa_surgery.base.errors import CheckpointError, HubError, OutputExistsError, UsageError
+from palimpsa_surgery.base.errors import CheckpointError, HubError, OutputExistsError, PalimpsaError, UsageError
 from palimpsa_surgery.sharing import hub
 from palimpsa_surgery.sharing.hub import push, push_to_folder
 from palimpsa_surgery.surgery.checkpoint.checkpoint import open_checkpoint
@@ -349,3 +350,33 @@ def test_bars_are_for_terminals(monkeypatch):
     with hub._progress():
         assert are_progress_bars_disabled()
     assert are_progress_bars_disabled() == before
+
+
+@pytest.mark.parametrize("to_folder", [True, False])
+@pytest.mark.parametrize("change", ["replaced", "weights", "gone"])
+def test_a_model_that_changes_during_a_push_is_not_mixed_with_another(
+    model, server, tmp_path, monkeypatch, change, to_folder
+):
+    mine, other, prepare = tmp_path / "mine", tmp_path / "other", hub.prepare_upload
+    shutil.copytree(model, mine)
+    shutil.copytree(model, other)
+
+    def slowly(*given, **options):
+        upload = prepare(*given, **options)
+        if change == "weights":
+            (other / "model.safetensors").rename(mine / "model.safetensors")
+        else:
+            mine.rename(tmp_path / "aside")
+        if change == "replaced":
+            other.rename(mine)
+        return upload
+
+    monkeypatch.setattr(hub, "prepare_upload", slowly)
+    message = "cannot be read|the upload stopped" if change == "gone" else "was written to or replaced during the push"
+    with pytest.raises(PalimpsaError, match=message):
+        if to_folder:
+            push_to_folder(mine, REPO, tmp_path / "target")
+        else:
+            push(mine, REPO)
+    assert not (tmp_path / "target").exists()
+    assert REPO not in server.repositories or "model.safetensors" not in server.repositories[REPO].files

@@ -45,11 +45,26 @@ def test_a_folder_is_enough():
         ("", {}, "the prompt has no token"),
         ("a", {"max_new_tokens": 0}, "max_new_tokens is 0"),
         ("a", {"temperature": -0.5}, r"temperature is -0\.5"),
+        (
+            "a",
+            {"temperature": 1e-40},
+            r"temperature is 1e-40, expected 0 .* or a number from 1e-06",
+        ),
+        ("a", {"temperature": float("nan")}, "temperature is nan"),
+        ("a", {"temperature": float("inf")}, "temperature is inf"),
+        ("a", {"seed": 2**64}, "seed is 18446744073709551616, expected a number of at most 64 bits"),
+        ("a", {"seed": -(2**63) - 1}, "seed is -9223372036854775809"),
+        (b"a\xff".decode("utf-8", "surrogateescape"), {}, "the prompt is not UTF-8 text"),
     ],
 )
 def test_requests_that_make_no_sense(loaded, prompt, options, message):
     with pytest.raises(UsageError, match=message):
         continue_text(*loaded, prompt, **options)
+
+
+@pytest.mark.parametrize("options", [{"temperature": 1e-6}, {"temperature": 1e30}, {"seed": 2**64 - 1}, {"seed": -1}])
+def test_numbers_at_the_edge_of_what_makes_sense(loaded, options):
+    assert isinstance(continue_text(*loaded, "a", max_new_tokens=2, **{"temperature": 1.0, **options}), str)
 
 
 def by_transformers(folder, prompt, seed):

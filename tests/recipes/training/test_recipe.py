@@ -93,6 +93,13 @@ def test_overrides_change_one_key(override, expected):
         assert found == value
 
 
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_a_seed_that_no_generator_takes_is_refused_before_the_run(seed):
+    with pytest.raises(UsageError, match="seed"):
+        load_recipe({"steps": 3}, [f"seed={seed}"])
+    assert load_recipe({"steps": 3}, [f"seed={2**32 - 1}"]).seed == 2**32 - 1
+
+
 def test_overrides_do_not_change_the_mapping_they_were_given():
     values = {"steps": 3, "data": {"seq_len": 8}}
     load_recipe(values, ["data.seq_len=16"])

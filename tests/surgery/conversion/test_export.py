@@ -189,3 +189,18 @@ def test_a_source_in_two_dtypes_is_not_rounded(tmp_path):
     out = export(tmp_path / "plain", tmp_path / "out", layout="palimpsa_mamba2")
     norm = "backbone.norm_f.weight"
     assert torch.equal(open_checkpoint(out).load(norm), open_checkpoint(tmp_path / "plain").load(norm))
+
+
+def test_a_disk_that_fills_up_leaves_the_old_output_and_one_sentence(tmp_path):
+    resource = pytest.importorskip("resource")
+    pico.write_hf(tmp_path / "plain")
+    old = export(tmp_path / "plain", tmp_path / "out") / module.WEIGHTS_FILE
+    before, limits = old.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: cannot be written .*; free room on the disk"):
+            export(tmp_path / "plain", tmp_path / "out", force=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert old.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "plain"]
