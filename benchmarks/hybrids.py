@@ -329,6 +329,7 @@ def branch_errors(branch: str, folder: Path) -> dict[str, Any]:
 NEW_PROCESS = """
 import sys
 sys.modules["palimpsa_surgery"] = None  # importing it fails
+sys.modules["numba"] = None  # which would compile for half a minute
 import torch
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)

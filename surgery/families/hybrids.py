@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PREFIX = "palimpsa_"
 """Before a host's `model_type`, that of its models with swapped layers."""
 
-_KINDS = {"full_attention": "attention", "linear_attention": "Mamba2", "moe": "a mixture of experts", "mlp": "an MLP"}
+_KINDS = {"full_attention": "attention", "linear_attention": "Mamba2", "moe": "mixture of experts", "mlp": "MLP"}
 _OF_FILES = ("model_type", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version")
 """Keys of config.json that concern the code and the files, not what the model computes."""
 _SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -226,7 +226,7 @@ class Hybrid:
             return ()
         return (
             f"{type(model).__name__} bounds step sizes to {_span(own)}, the model was trained with {_span(bounds)}: "
-            "all its mixers have these here, and the class had them when it was compared with",
+            "all its mixers have these here, and a comparison gives them to the class too",
         )
 
     def _buffers(self, config: HybridConfig) -> dict[str, Tensor]:

@@ -180,7 +180,7 @@ def _bad_layers(layers: Sequence[int], checkpoint: Checkpoint) -> Iterator[str]:
             yield f"layer {layer}: the model has {counted(num_layers, 'layer')}, 0 to {num_layers - 1}"
         elif layer >= 0 and layer not in checkpoint.sites:
             kind = checkpoint.family.kind(checkpoint.config, layer)
-            yield f"layer {layer}: is {kind}, which has no mixer to swap; choose layers of Mamba2"
+            yield f"layer {layer}: has no mixer to swap (a layer of kind: {kind}); choose layers of Mamba2"
         if layer in swapped:
             listed = ", ".join(str(number) for number in swapped)
             yield f"layer {layer}: is Palimpsa-M already (swapped: {listed}); choose plain Mamba2 layers"
