@@ -2,11 +2,16 @@
 
     python benchmarks/hybrids.py step --out results/hybrids-step-NAME     a training step at published shapes, on a GPU
     python benchmarks/hybrids.py step --tiny                              seconds on a CPU, to see that it runs
+    python benchmarks/hybrids.py errors --out docs/results/hybrid-errors  how far from the host, tiny, on a CPU
 
 Weights are random. `step` trains one small published shape per family: fp32 weights and moments of Adam, products in
 bf16, activations one layer at a time, as `precision: bf16` and `gradient_checkpointing: true` do. Importance has scale
 0, where Palimpsa-M computes what Mamba2 does, so the first losses must agree. The model without swapped layers runs
 first and last: a drift of the clock shows as a difference between its two rows.
+
+`errors` swaps all mixers but one in each branch of each host's code, importance off, and gives the relative L2 distance
+of the logits to the host's own class in fp32, which bounds step sizes as the model was trained: in one pass, with rows
+padded on the left, in generation token by token, and in a new process that has the model folder and not this package.
 """
 
 from __future__ import annotations
@@ -14,7 +19,12 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,13 +32,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from common import markdown_table, provenance, write_csv
 from palimpsa_surgery.kernels.metaplastic.scan import METAPLASTIC_SCAN
 from palimpsa_surgery.kernels.metaplastic.types import ScanProblem
-from palimpsa_surgery.modeling.hybrids.configuration_palimpsa_hybrid import config_class
-from palimpsa_surgery.modeling.hybrids.hosts import mixer_paths
+from palimpsa_surgery.modeling.bundle import bundle_remote_code, remote_code_keys
+from palimpsa_surgery.modeling.hybrids.configuration_palimpsa_hybrid import config_class, host_config_class, known_hosts
+from palimpsa_surgery.modeling.hybrids.hosts import mixer_paths, time_step_limit
 from palimpsa_surgery.modeling.hybrids.mixer_hybrid import HybridMixer
-from palimpsa_surgery.modeling.hybrids.modeling_palimpsa_hybrid import model_class
+from palimpsa_surgery.modeling.hybrids.modeling_palimpsa_hybrid import host_class, model_class
 from palimpsa_surgery.recipes.training.losses import CausalLoss
 from torch import Tensor, nn
 
@@ -123,6 +135,35 @@ SHAPES = {
 """Sizes of tiiuae/Falcon-H1-0.5B-Base, ibm-granite/granite-4.0-h-350m and Zyphra/Zamba2-1.2B."""
 
 
+def _falcon(**norm: bool) -> dict[str, Any]:
+    return {**SHAPES["falcon-h1-0.5b"].keys, **SHAPES["falcon-h1-0.5b"].tiny, **norm}
+
+
+_GRANITE = {**SHAPES["granite-4.0-h-350m"].keys, **SHAPES["granite-4.0-h-350m"].tiny}
+_SMALL = {"vocab_size": 128, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+BRANCHES = {
+    "bamba": {
+        **_SMALL,
+        **{"intermediate_size": 48, "num_hidden_layers": 4, "attn_layer_indices": [1]},
+        **{"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 8},
+    },
+    "granitemoehybrid, dense": _GRANITE,
+    "granitemoehybrid, experts": {**_GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "falcon_h1, no norm": _falcon(),
+    "falcon_h1, gate before norm": _falcon(mamba_rms_norm=True, mamba_norm_before_gate=False),
+    "falcon_h1, norm before gate": _falcon(mamba_rms_norm=True, mamba_norm_before_gate=True),
+    "zamba2": {**SHAPES["zamba2-1.2b"].keys, **SHAPES["zamba2-1.2b"].tiny},
+    "nemotron_h": {
+        **_SMALL,
+        **{"intermediate_size": 48, "head_dim": 8, "chunk_size": 8, "n_groups": 2, "ssm_state_size": 16},
+        "layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba", "mamba"],
+        **{"mamba_num_heads": 8, "mamba_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16},
+    },
+}
+"""Arguments of a host's config, by `model_type` and which branch of the host's code."""
+
+
 def build(shape: Shape, swapped: int, *, tiny: bool, state: Mapping[str, Tensor] | None = None) -> nn.Module:
     """A model in fp32 on the CPU, importance off in the `swapped` mixers, which are spread over those there are.
 
@@ -140,12 +181,18 @@ def build(shape: Shape, swapped: int, *, tiny: bool, state: Mapping[str, Tensor]
         for name, parameter in model.named_parameters():
             if name.endswith("beta_scale"):
                 parameter.zero_()
-            elif state is None and name.endswith("A_log"):
-                parameter.uniform_(1, 16).log_()
-            elif state is None and name.endswith("dt_bias"):  # the inverse of softplus, of 0.001 to 0.1
-                step = torch.empty_like(parameter).uniform_(-6.9, -2.3).exp()
-                parameter.copy_(step + torch.log(-torch.expm1(-step)))
+            elif state is None:
+                spread(name, parameter)
     return model
+
+
+def spread(name: str, parameter: Tensor) -> None:
+    """Decays and step sizes of a start of Mamba2; other parameters stay."""
+    if name.endswith("A_log"):
+        parameter.uniform_(1, 16).log_()
+    elif name.endswith("dt_bias"):  # the inverse of softplus, of 0.001 to 0.1
+        step = torch.empty_like(parameter).uniform_(-6.9, -2.3).exp()
+        parameter.copy_(step + torch.log(-torch.expm1(-step)))
 
 
 def time_steps(model: nn.Module, ids: Tensor, warmup: int, steps: int) -> dict[str, Any]:
@@ -231,6 +278,92 @@ def run_step(options: argparse.Namespace) -> None:
     print(markdown_table([{key: value for key, value in row.items() if key not in known} for row in rows]))
 
 
+@torch.no_grad()
+def pair(branch: str) -> tuple[nn.Module, nn.Module]:
+    """The host with the true bounds of the step size, and ours with all its mixers but the last swapped."""
+    kind, keys = branch.partition(",")[0], BRANCHES[branch]
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+    host = host_class(kind)(host_config_class(kind)(**keys, **special)).eval()
+    for name, parameter in host.named_parameters():
+        if parameter.ndim > 1:  # layers that are felt, unlike those of a start
+            parameter.normal_(0.0, 0.25)
+        spread(name, parameter)
+    chosen = list(mixer_paths(host.config))[:-1]
+    model = model_class(kind)(config_class(kind)(**keys, **special, palimpsa_layers=chosen)).eval()
+    model.load_state_dict({**model.state_dict(), **host.state_dict()})
+    for name, parameter in model.named_parameters():
+        if name.endswith("beta_scale"):
+            parameter.zero_()
+    for path in mixer_paths(host.config).values():
+        host.get_submodule(path).time_step_limit = time_step_limit(host.config)
+    return host, model
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Relative L2."""
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@torch.no_grad()
+def branch_errors(branch: str, folder: Path) -> dict[str, Any]:
+    """A row of errors; `folder` is for the model that the new process loads."""
+    torch.manual_seed(0)
+    host, model = pair(branch)
+    ids = torch.randint(2, 128, (3, 21))
+    mask = (torch.arange(21) >= torch.tensor([[0], [4], [15]])).long()
+    padded = ids * mask
+    hosts, ours = (one(padded, attention_mask=mask).logits[mask.bool()] for one in (host, model))
+    options = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    texts = [one.generate(ids[:1], attention_mask=torch.ones(1, 21), **options) for one in (host, model)]
+    expected, generated = (torch.stack(text.logits) for text in texts)
+    return {
+        "host": branch,
+        "swapped": f"{len(model.config.palimpsa_layers)} of {len(mixer_paths(model.config))}",
+        "prefill": distance(model(ids).logits, host(ids).logits),
+        "left-padded": distance(ours, hosts),
+        "generation": distance(generated, expected),
+        "fresh process": distance(in_new_process(model, ids, folder), host(ids).logits),
+    }
+
+
+NEW_PROCESS = """
+import sys
+sys.modules["palimpsa_surgery"] = None  # importing it fails
+sys.modules["numba"] = None  # which would compile for half a minute
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+with torch.no_grad():
+    torch.save(model(torch.load(sys.argv[1] + "/ids.pt")).logits, sys.argv[1] + "/logits.pt")
+"""
+
+
+def in_new_process(model: nn.Module, ids: Tensor, folder: Path) -> Tensor:
+    """Logits of the saved model where the package cannot be imported."""
+    kind = model.config.model_type
+    model.save_pretrained(folder)
+    bundle_remote_code(folder, kind)
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | remote_code_keys(kind)))
+    torch.save(ids, folder / "ids.pt")
+    environment = {**os.environ, "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, "-c", NEW_PROCESS, str(folder)], env=environment, cwd=folder, check=True)
+    return torch.load(folder / "logits.pt")
+
+
+def run_errors(options: argparse.Namespace) -> None:
+    known = provenance(options.commit, cpu=True) | {"transformers": transformers.__version__}
+    rows = []
+    for branch in options.branches or BRANCHES:
+        if branch.partition(",")[0] not in known_hosts():
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            row = branch_errors(branch, Path(folder))
+        rows.append({key: f"{one:.1e}" if isinstance(one, float) else one for key, one in row.items()} | known)
+        print(row, flush=True)
+        write(rows, options.out)
+
+
 def write(rows: list[dict[str, Any]], out: Path | None) -> None:
     """OUT.csv and OUT.md; after every row, so that a run that is stopped leaves what it had."""
     if out is not None:
@@ -252,6 +385,11 @@ def main(argv: list[str] | None = None) -> None:
     step.add_argument("--commit", help="for the rows, where git is not there")
     step.add_argument("--out", type=Path, help="path of the .csv and the .md, without the ending")
     step.set_defaults(run=run_step)
+    errors = commands.add_parser("errors", help="distances to the host")
+    errors.add_argument("--branches", nargs="+", choices=BRANCHES, help="default: all that transformers has")
+    errors.add_argument("--commit", help="for the rows, where git is not there")
+    errors.add_argument("--out", type=Path, help="path of the .csv and the .md, without the ending")
+    errors.set_defaults(run=run_errors)
     options = parser.parse_args(argv)
     options.run(options)
 

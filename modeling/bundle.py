@@ -59,8 +59,31 @@ def _flat_files(kind: str) -> dict[str, str]:
     sources = {flat_name(module): (module, path) for module, path in _sources(_HOMES[kind])}
     texts = {name: flatten(path.read_text(encoding="utf-8"), module) for name, (module, path) in sources.items()}
     main = f"modeling_{kind}"
+    texts = _needed(texts, [main, f"configuration_{kind}"])
     texts[main] += _reach(sorted(texts.keys() - {main}))
     return {f"{name}.py": _HEADER + text for name, text in texts.items()}
+
+
+def _needed(texts: dict[str, str], start: list[str]) -> dict[str, str]:
+    """Of flat files by name, those that `start` imports, also through others and as a backend of an operator."""
+    found, todo = set(), list(start)
+    while todo:
+        name = todo.pop()
+        if name not in found:
+            found.add(name)
+            todo += _named(texts[name]) & texts.keys()
+    return {name: text for name, text in texts.items() if name in found}
+
+
+def _named(text: str) -> set[str]:
+    """Flat names that a flat file may mean: after `from .`, and of the modules that backends are given as strings."""
+    names = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            names |= {node.module} if node.module else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("Backend", "kernel_module"):
+            names |= {f"kernels_{one.value.replace('.', '_')}" for one in node.args if isinstance(one, ast.Constant)}
+    return names
 
 
 def flat_name(module: str) -> str:

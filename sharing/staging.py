@@ -238,6 +238,8 @@ def _facts(
         swapped=checkpoint.palimpsa_layers,
         dtype=dtype_name(checkpoint.dtype),
         family=checkpoint.family.name,
+        mixed=checkpoint.is_mixed,
+        remarks=checkpoint.family.remarks(checkpoint.config),
         profile=read_profile(profile) if profile.is_file() else None,
         license=checkpoint.license,
         base_model=checkpoint.base_model,

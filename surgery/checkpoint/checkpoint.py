@@ -232,6 +232,11 @@ class Checkpoint:
         return self.config.num_hidden_layers
 
     @property
+    def is_mixed(self) -> bool:
+        """Whether some layers hold no Mamba2 mixer."""
+        return len(self.sites) < self.num_layers
+
+    @property
     def palimpsa_layers(self) -> tuple[int, ...]:
         """The layers that are swapped already, sorted; empty for a plain Mamba2."""
         return self.config.palimpsa_layers

@@ -38,6 +38,8 @@ class CardFacts:
         swapped: every Palimpsa-M layer, those of an earlier surgery included.
         dtype: of the stored weights.
         family: name of the family of the model.
+        mixed: whether some of its layers hold no Mamba2 mixer.
+        remarks: what a user should know of how its source was run, sentences without a full stop.
         verification: lines of figures, such as `metaplasticity off: 2.1e-07`.
         terms: `license_name` and `license_link` of the source's card, where its license is `other`.
         training: how it was fine-tuned, a line for each fact.
@@ -51,6 +53,8 @@ class CardFacts:
     swapped: tuple[int, ...]
     dtype: str
     family: str = MAMBA2.name
+    mixed: bool = False
+    remarks: tuple[str, ...] = ()
     profile: Profile | None = None
     license: str | list[str] | None = None
     base_model: str | None = None
@@ -100,9 +104,9 @@ def _front_matter(facts: CardFacts) -> str:
 
 
 def _what(facts: CardFacts) -> str:
-    if facts.family == MAMBA2.name:
-        return "Mamba2"
-    return f"hybrid {HYBRIDS[facts.family].plain} (`{facts.family}`)"
+    if facts.family != MAMBA2.name:
+        return f"hybrid {HYBRIDS[facts.family].plain} (`{facts.family}`)"
+    return "hybrid Mamba2" if facts.mixed else "Mamba2"
 
 
 def _summary(facts: CardFacts) -> str:
@@ -170,11 +174,12 @@ def _start(facts: CardFacts) -> str:
 
 
 def _verification(facts: CardFacts) -> str:
+    remarks = [part for remark in facts.remarks for part in ("", f"{remark}.")]
     if not facts.verification:
-        return "Not verified at conversion (`--verify none`)."
+        return "\n".join(["Not verified at conversion (`--verify none`).", *remarks])
     rows = [f"| {what} | {figure} |" for what, figure in facts.verification.items()]
     head = "Of the written files against the source, fp32, relative L2, before any fine-tuning:"
-    return "\n".join([head, "", "| | |", "| --- | --- |", *rows])
+    return "\n".join([head, "", "| | |", "| --- | --- |", *rows, *remarks])
 
 
 def _usage(facts: CardFacts) -> str:

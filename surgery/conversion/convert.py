@@ -268,6 +268,8 @@ def _card(checkpoint: Checkpoint, name: str, plan: Plan, profile: Profile, repor
             swapped=report.palimpsa_layers,
             dtype=report.dtype,
             family=checkpoint.family.name,
+            mixed=checkpoint.is_mixed,
+            remarks=checkpoint.family.remarks(checkpoint.config),
             profile=profile,
             license=checkpoint.license,
             base_model=checkpoint.base_model,

@@ -147,6 +147,8 @@ def card_without_surgery(checkpoint: Checkpoint, name: str, swapped: Sequence[in
         swapped=tuple(swapped),
         dtype=dtype_name(checkpoint.dtype),
         family=checkpoint.family.name,
+        mixed=checkpoint.is_mixed,
+        remarks=checkpoint.family.remarks(checkpoint.config),
         license=checkpoint.license,
         base_model=checkpoint.base_model,
         terms=license_terms(card_metadata(checkpoint.path)),

@@ -112,8 +112,8 @@ class ConversionReport(StrictModel):
             return {}
         return {
             f"{check.tensors} source tensors": "all there, unchanged or rounded to the stored dtype",
-            f"metaplasticity off, {check.compared}": f"{check.off_error:.2e}",
-            f"metaplasticity on, {check.compared}": f"{check.on_error:.2e}",
+            f"metaplasticity off, {check.compared}": f"relative error {check.off_error:.2e}",
+            f"metaplasticity on, {check.compared}": f"relative error {check.on_error:.2e}",
         }
 
 

@@ -89,7 +89,7 @@ class Family(Protocol):
         """The mixers by layer, in order."""
 
     def kind(self, config: Any, layer: int) -> str:
-        """What a layer without a mixer is, in words."""
+        """What a layer without a mixer holds, in words that go before "layer"."""
 
     def shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that is stored, in the order of the files that are written."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PREFIX = "palimpsa_"
 """Before a host's `model_type`, that of its models with swapped layers."""
 
-_KINDS = {"full_attention": "attention", "moe": "a mixture of experts", "mlp": "an MLP"}
+_KINDS = {"full_attention": "attention", "moe": "mixture of experts", "mlp": "MLP"}
 DELTAS = ("qwen3_5_text", "qwen3_next", "olmo_hybrid")
 """Hosts whose mixers are layers of a Gated DeltaNet."""
 _DELTA_WORDS = (
@@ -239,7 +239,7 @@ class Hybrid:
             return ()
         return (
             f"{type(model).__name__} bounds step sizes to {_span(own)}, the model was trained with {_span(bounds)}: "
-            "all its mixers have these here, and the class had them when it was compared with",
+            "all its mixers have these here, and a comparison gives them to the class too",
         )
 
     def _buffers(self, config: HybridConfig) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from absent import ABSENT, run
+from palimpsa_surgery.kernels.metaplastic.scan import METAPLASTIC_SCAN
 from palimpsa_surgery.modeling import PalimpsaMamba2ForCausalLM
 from palimpsa_surgery.modeling.bundle import auto_map, bundle_remote_code, flat_name, flatten, remote_code_keys
 from transformers import AutoModelForCausalLM
@@ -100,6 +101,8 @@ MODEL_TYPES = ("palimpsa_mamba2", "palimpsa_bamba")
 def test_the_files_are_flat_and_never_name_the_package(tmp_path, model_type):
     names = bundle_remote_code(tmp_path, model_type)
     assert names == tuple(sorted(path.name for path in tmp_path.iterdir()))
+    assert not [name for name in names if "delta" in name], "of another operator"
+    assert {f"kernels_{one.module.replace('.', '_')}.py" for one in METAPLASTIC_SCAN.backends.values()} <= set(names)
     assert {
         "base_errors.py",
         "kernels_metaplastic_scan.py",
@@ -123,6 +126,9 @@ def test_a_kind_of_model_has_its_own_files_alone(tmp_path):
     assert plain - hybrid == {
         "configuration_palimpsa_mamba2.py",
         "initial_values.py",
+        "mixers_attention.py",
+        "mixers_attention_geometry.py",
+        "mixers_attention_states.py",
         "modeling_palimpsa_mamba2.py",
         "outputs.py",
     }

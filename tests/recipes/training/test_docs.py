@@ -10,7 +10,7 @@ PAGE = (Path(__file__).resolve().parents[3] / "docs" / "finetuning.md").read_tex
 
 
 def test_every_recipe_has_its_row_with_its_mode():
-    rows = dict(re.findall(r"^\| `([\w.]+)` \| [^|]+ \| (\w+) \|", PAGE, re.MULTILINE))
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| [^|]+ \| ([\w+]+) \|", PAGE, re.MULTILINE))
     assert rows == {name: load_recipe(name).mode for name in shipped_recipes()}
 
 

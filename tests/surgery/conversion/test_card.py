@@ -128,3 +128,24 @@ def test_an_adapter_without_new_parameters_says_nothing_of_them():
     assert "## Training" not in text
     assert front_matter(text)["license"] == "mit"
     assert 'PeftModel.from_pretrained(base, "alice/a")' in text
+
+
+@pytest.mark.parametrize(
+    "verification", [{}, {"metaplasticity off": "relative error 2.1e-07"}], ids=["none", "verified"]
+)
+def test_a_correction_of_the_step_size_is_said_beside_the_figures(verification):
+    text = render_card(facts(verification=verification, remarks=("The class bounds step sizes otherwise",)))
+    section = text.partition("## Verification")[2].partition("## ")[0]
+    assert section.rstrip().endswith("\n\nThe class bounds step sizes otherwise.")
+
+
+@pytest.mark.parametrize(
+    ("family", "mixed", "what"),
+    [
+        ("mamba2", False, "A Mamba2 language model"),
+        ("mamba2", True, "A hybrid Mamba2 language model"),
+        ("bamba", True, "A hybrid Mamba2 (`bamba`) language model"),
+    ],
+)
+def test_a_model_with_layers_of_attention_is_called_a_hybrid(family, mixed, what):
+    assert what in render_card(facts(family=family, mixed=mixed))

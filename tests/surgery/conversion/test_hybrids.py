@@ -250,10 +250,12 @@ def test_tensors_that_the_class_does_not_know_come_along(tmp_path):
 
 def test_layers_without_a_mixer_are_named_and_refused(converted, tmp_path):
     source, _, _ = converted("nemotron_h")
-    with pytest.raises(UsageError, match="--layers: layer 1: is a mixture of experts, which has no mixer to swap"):
+    with pytest.raises(
+        UsageError, match=r"--layers: layer 1: has no mixer to swap \(a layer of kind: mixture of experts\)"
+    ):
         convert(source, tmp_path / "out", layers=(1, 4))
     found = inspect_checkpoint(open_checkpoint(source))
-    assert found.other_layers == {1: "a mixture of experts", 2: "attention", 3: "an MLP"}
+    assert found.other_layers == {1: "mixture of experts", 2: "attention", 3: "MLP"}
     assert [figures.layer for figures in found.layers] == [0, 4, 5]
     assert found.geometry["num_heads"] == 8
 

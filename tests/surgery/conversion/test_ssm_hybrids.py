@@ -67,7 +67,7 @@ def test_only_mixers_are_measured_and_chosen(converted):
 def test_a_layer_of_attention_is_refused(source, tmp_path, verb):
     out = ("-o", tmp_path / "plan.yaml") if verb == "plan" else (tmp_path / "out",)
     result = invoke(verb, source, *out, "--layers", "0,1", code=2)
-    message = "layer 1: is attention, which has no mixer to swap; choose layers of Mamba2"
+    message = "layer 1: has no mixer to swap (a layer of kind: attention); choose layers of Mamba2"
     assert message in " ".join(result.output.split())
 
 
