@@ -130,7 +130,7 @@ def _flushing(total: int) -> Iterator[Callable[[Path], None]]:
         waiting: list[tuple[Path, Future[None]]] = []
         yield lambda path: waiting.append((path, pool.submit(flush, path)))
         for path, done in waiting:
-            with _room(path.name, total):
+            with room(path.name, total):
                 done.result()
 
 

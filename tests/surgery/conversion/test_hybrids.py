@@ -266,7 +266,7 @@ def test_layers_without_a_mixer_are_named_and_refused(converted, tmp_path):
     [
         (
             {"layers": (3,)},
-            "--layers: layer 3: is attention, which has no mixer to swap; choose layers of Gated DeltaNet",
+            r"--layers: layer 3: has no mixer to swap \(a layer of kind: attention\); choose layers of Gated DeltaNet",
         ),
         (
             {"init": "calibrated"},
