@@ -1,4 +1,4 @@
-"""A Palimpsa-M mixer that stands where a host's Mamba2 mixer stood: its tensors, its names, its signature."""
+"""Our mixers where a host's Mamba2 mixers stood, plain or swapped: its tensors, its names, its signature."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...kernels.common.precision import compute_dtype
 from ...mixers.geometry import MIXER_FP32, GateSpec, MixerGeometry
 from ...mixers.layout import sequence_layout
 from ...mixers.metaplasticity import Metaplasticity
-from ...mixers.mixer import PalimpsaMixer
+from ...mixers.mixer import Mamba2Mixer, PalimpsaMixer
 from ...mixers.states import CACHE_NAMES, take_cache
 from .hosts import HOSTS, host_type, time_step_limit
 
@@ -51,31 +51,23 @@ def host_geometry(mixer: nn.Module, config: Any) -> MixerGeometry:
     return geometry
 
 
-class HybridMixer(PalimpsaMixer):
-    """`PalimpsaMixer` on the parameters of a host's mixer, called as the host calls its own.
+class HostedMixin:
+    """Before `Mamba2Mixer` or a subclass: a mixer of ours on the parameters of a host's, called as the host calls it.
 
-    The names in its state dict are those of the host's mixer, and `metaplasticity.*`. It keeps the host's norm, and so
-    its grouping, its epsilon, and whether the gate comes before or after.
-
-    Args:
-        mixer: the host's; its parameters, submodules and buffers are shared, not copied.
-        config: of the model, the host's or ours.
-        gate: sizes and form of the importance gate.
+    The names in its state dict are those of the host's mixer. It keeps the host's norm, and so its grouping, its
+    epsilon, and whether the gate comes before or after.
 
     Attributes:
-        input_multiplier: what the host multiplies the input of `in_proj` with; the importance gate reads it without.
+        input_multiplier: what the host multiplies the input of `in_proj` with.
     """
 
-    def __init__(self, mixer: nn.Module, config: Any, gate: GateSpec) -> None:
-        host, geometry = HOSTS[host_type(config)], host_geometry(mixer, config)
-        with torch.device("meta"):
-            super().__init__(geometry, gate, mixer.layer_idx)
+    def stand_for(self, mixer: nn.Module, config: Any) -> None:
+        """Takes over a host's mixer, whose parameters, submodules and buffers are shared, not copied."""
+        host = HOSTS[host_type(config)]
         self.in_proj, self.norm, self.out_proj = mixer.in_proj, mixer.norm, mixer.out_proj
         self.conv1d.weight, self.conv1d.bias = mixer.conv1d.weight, mixer.conv1d.bias
         for name in MIXER_FP32:
-            setattr(self, name, _at_least_fp32(getattr(mixer, name)))
-        with mixer.in_proj.weight.device:
-            self.metaplasticity = Metaplasticity(geometry, gate)
+            setattr(self, name, getattr(mixer, name))
         self.input_multiplier: float = getattr(mixer, host.input_multiplier) if host.input_multiplier else 1.0
         self._output_multiplier = host.output_multiplier
         for name, buffer in mixer.named_buffers(recurse=False):  # the host's model fills them by name
@@ -128,6 +120,44 @@ class HybridMixer(PalimpsaMixer):
         return (
             super().forward(hidden_states.reshape(1, -1, hidden_states.shape[-1]), None, layout).view_as(hidden_states)
         )
+
+
+class PlainHybridMixer(HostedMixin, Mamba2Mixer):
+    """`Mamba2Mixer` in the place of a host's mixer that is not swapped; its tensors keep the types they have there.
+
+    Args:
+        mixer: the host's; it is used up.
+        config: of the model, the host's or ours.
+    """
+
+    keep_fp32 = ()
+
+    def __init__(self, mixer: nn.Module, config: Any) -> None:
+        with torch.device("meta"):
+            super().__init__(host_geometry(mixer, config), mixer.layer_idx)
+        self.stand_for(mixer, config)
+
+
+class HybridMixer(HostedMixin, PalimpsaMixer):
+    """`PalimpsaMixer` in the place of a host's mixer; `metaplasticity.*` joins the names in its state dict.
+
+    The importance gate reads the input without the host's multiplier.
+
+    Args:
+        mixer: the host's; it is used up.
+        config: of the model, the host's or ours.
+        gate: sizes and form of the importance gate.
+    """
+
+    def __init__(self, mixer: nn.Module, config: Any, gate: GateSpec) -> None:
+        geometry = host_geometry(mixer, config)
+        with torch.device("meta"):
+            super().__init__(geometry, gate, mixer.layer_idx)
+        self.stand_for(mixer, config)
+        for name in MIXER_FP32:
+            setattr(self, name, _at_least_fp32(getattr(self, name)))
+        with mixer.in_proj.weight.device:
+            self.metaplasticity = Metaplasticity(geometry, gate)
 
 
 def _at_least_fp32(parameter: nn.Parameter) -> nn.Parameter:

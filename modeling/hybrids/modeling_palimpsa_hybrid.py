@@ -1,8 +1,8 @@
 """Hosts in which chosen mixers are swapped, for transformers 5.17 and later.
 
-A model class is a host's own class with one mixin before it: the host builds itself, then the chosen mixers are
-swapped in place. Names of tensors, generation, masks, caches, tied weights, device maps and checkpointing stay the
-host's.
+A model class is a host's own class with one mixin before it: the host builds itself, then our mixers take the places of
+its own, Palimpsa-M in the chosen layers and plain Mamba2 in the others (see `swapping`). Names of tensors, generation,
+masks, caches, tied weights, device maps and checkpointing stay the host's.
 
 The classes are made when they are asked for, as attributes of this module too: `PalimpsaBambaForCausalLM` and, without
 the head, `PalimpsaBambaModel`.
@@ -29,7 +29,7 @@ from ...mixers.start import start_gate
 from ..strict_loading import StrictLoadingMixin
 from .configuration_palimpsa_hybrid import config_class, host_config_class, known_hosts
 from .hosts import mixer_paths
-from .swapping import bound_step_sizes, swapped_mixer
+from .swapping import plain_mixer, swapped_mixer
 
 _FP32 = (*MIXER_FP32, *(f"{GATE}.{name}" for name in GATE_FP32))
 
@@ -45,12 +45,13 @@ class PalimpsaHybridMixin(StrictLoadingMixin):
         inside = "" if self.base_model is not self else f"{self.base_model_prefix}."
         for layer, path in mixer_paths(config).items():
             place = path.removeprefix(inside)
+            mixer = self.get_submodule(place)
             if layer in config.palimpsa_layers:
-                self.set_submodule(place, swapped_mixer(self.get_submodule(place), config, config.gate))
-                # By full path: the host's other mixers are stored and run as the host does.
+                self.set_submodule(place, swapped_mixer(mixer, config, config.gate))
+                # By full path: the tensors of other mixers have the types that the host gives them.
                 self._keep_in_fp32_modules_strict.update(f"{place}.{name}" for name in _FP32)
             else:
-                bound_step_sizes(self.get_submodule(place), config)  # one model, one meaning of the step size
+                self.set_submodule(place, plain_mixer(mixer, config))
         if next(self.parameters()).device.type != "meta":
             for module in self.modules():
                 if isinstance(module, Metaplasticity):

@@ -6,12 +6,13 @@ import pytest
 import torch
 from palimpsa_surgery.base.errors import CheckpointError
 from palimpsa_surgery.mixers.geometry import GATE, GateSpec
-from palimpsa_surgery.modeling.hybrids.hosts import mixer_path
+from palimpsa_surgery.modeling.hybrids.hosts import mixer_path, mixer_paths
 from palimpsa_surgery.modeling.hybrids.modeling_palimpsa_hybrid import model_class
 from safetensors.torch import load_file, save_file
 from tiny_hybrids import DELTAS, SWAPPED, same, token_ids
 from transformers import AutoModel, AutoModelForCausalLM
 
+FP32 = 1e-5  # relative L2
 KEPT = ("A_log", "dt_bias", "D", f"{GATE}.beta_scale", f"{GATE}.log_prior")
 
 
@@ -121,7 +122,8 @@ def test_layers_on_disk_are_fetched_when_they_run(kind, hybrid, folder, tmp_path
     places = {name: "cpu" for name, _ in model.named_children() if name != "model"}
     places |= {f"model.{name}": "cpu" for name, _ in model.model.named_children() if name != "layers"}
     places |= {f"model.layers.{layer}": "cpu" for layer in range(model.config.num_hidden_layers)}
-    places[f"model.layers.{SWAPPED[kind][0]}"] = "disk"
+    plain = max(set(mixer_paths(model.config)) - set(SWAPPED[kind]))
+    places |= {f"model.layers.{layer}": "disk" for layer in (SWAPPED[kind][0], plain)}
     far = AutoModelForCausalLM.from_pretrained(folder, device_map=places, offload_folder=tmp_path)
     assert same(kind, logits(far), logits(model))
 
@@ -129,4 +131,5 @@ def test_layers_on_disk_are_fetched_when_they_run(kind, hybrid, folder, tmp_path
 def test_a_model_without_swapped_layers_is_the_host(kind, host, folder, tmp_path):
     gates = tuple(f"{GATE}.{name}" for name in GateSpec.TENSORS)
     plain = rewritten(folder, tmp_path / "plain", without(gates), palimpsa_layers=[])
-    assert same(kind, logits(AutoModelForCausalLM.from_pretrained(plain)), logits(host(kind)))
+    found, expected = logits(AutoModelForCausalLM.from_pretrained(plain)), logits(host(kind))
+    assert same(kind, found, expected) if kind in DELTAS else (found - expected).norm() < FP32 * expected.norm()
