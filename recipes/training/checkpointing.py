@@ -239,7 +239,7 @@ def _stored_names(
         TrainingError: something is missing, or is of no parameter that trains.
     """
     names: dict[str, list[str]] = {name: [] for name in trained_parameters(module)}
-    for key in (keys := set(keys)):
+    for key in (keys := sorted(keys)):  # sharded tensors are handed out in this order, the same in every process
         kind, _, name = key.partition("/")
         if name not in names:
             raise _damaged(path, _TENSORS, f"holds {key}, which the run does not train")
@@ -247,7 +247,7 @@ def _stored_names(
     every = {kind for found in names.values() for kind in found}
     # A parameter that no gradient has reached has no optimizer state; one that has some has all of it.
     expected = {f"{kind}/{name}" for name, found in names.items() for kind in (every if len(found) > 1 else ("param",))}
-    absent = sorted(expected.union(checksums or ()) - keys)
+    absent = sorted(expected.union(checksums or ()).difference(keys))
     if absent:
         raise _damaged(path, _TENSORS, f"lacks {absent[0]}")
     return names
