@@ -119,7 +119,6 @@ def diagnose(device: str | torch.device = "cpu", watch: Callable[[Diagnosis], No
     backends = (
         *(_chosen("swapped layers", METAPLASTIC_SCAN, device, ScanProblem(d, 64, 128, 64)) for d in _dtypes(device)),
         *(_chosen("plain layers", MAMBA2_SCAN, device, SsdProblem(d)) for d in _dtypes(device)),
-        _of_hybrids(device),
         _chosen("all layers", CAUSAL_CONV, device),
     )
     found = Diagnosis(versions(), describe_device(device), backends, ())
@@ -155,14 +154,6 @@ def _chosen(layers: str, operator: Operator, device: torch.device, problem: Any 
     passed = [f"{name}: {reason}" for name, reason in unavailable.items() if reason is not None and name != chosen]
     why = f"the fastest that runs here ({'; '.join(passed)})" if passed else "the fastest that runs here"
     return LayerBackend(part, chosen, why, unavailable)
-
-
-def _of_hybrids(device: torch.device) -> LayerBackend:
-    """What runs the mixers of hybrids that are not swapped: their class in transformers chooses it."""
-    reason = MAMBA2_SCAN.unavailable(device)["mamba_ssm"]
-    chosen, passed = ("torch", f" (mamba_ssm: {reason})") if reason else ("mamba_ssm", "")
-    part = "plain layers of hybrids: Mamba2 scan of transformers"
-    return LayerBackend(part, chosen, f"the fastest that runs here{passed}", {"mamba_ssm": reason, "torch": None})
 
 
 def run_checks(device: torch.device) -> Iterator[Check]:

@@ -32,7 +32,6 @@ def test_every_part_of_a_model_is_covered(healthy):
     assert [part.part.partition(":")[0] for part in healthy.backends] == [
         "swapped layers",
         "plain layers",
-        "plain layers of hybrids",
         "all layers",
     ]
     for part in healthy.backends:
@@ -118,7 +117,7 @@ def test_required_kernels_that_are_missing_fail(monkeypatch):
     monkeypatch.setattr(backends, "_required", True)
     found = doctor.diagnose("cpu")
     assert not found.ok
-    assert [part.chosen for part in found.backends] == ["numba", None, "torch", None]
+    assert [part.chosen for part in found.backends] == ["numba", None, None]
     assert "none can run the Mamba2 scan on cpu (mamba_ssm: it runs on cuda" in found.backends[1].why
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...base.console import human_bytes, human_count, human_seconds
@@ -59,7 +59,7 @@ def estimate(checkpoint: Checkpoint, recipe: Recipe, layers: Sequence[int] | Non
     """
     sites = _sites(checkpoint, set(checkpoint.palimpsa_layers if layers is None else layers))
     shapes = _shapes(checkpoint, sites)
-    trained = _trained(shapes, recipe, sites, _passed_by(checkpoint, sites))
+    trained = _trained(shapes, recipe, sites)
     total = _count(shapes.values())
     frozen = total - (_new(shapes) if recipe.mode in ("lora", "qlora") else trained)
     short = recipe.precision == "bf16"
@@ -99,15 +99,6 @@ def _shapes(checkpoint: Checkpoint, sites: Sequence[Site]) -> dict[str, tuple[in
     return shapes
 
 
-def _passed_by(checkpoint: Checkpoint, sites: Sequence[Site]) -> set[str]:
-    """Matrices on which no adapter is put, see `modes.matches`."""
-    from ...modeling.hybrids.hosts import is_delta, is_hybrid
-
-    if is_delta(checkpoint.config):
-        return set()
-    return {site.tensor("out_proj.weight") for site in sites if not site.gate and is_hybrid(checkpoint.config)}
-
-
 def _count(shapes: Iterable[tuple[int, ...]]) -> int:
     return sum(map(math.prod, shapes))
 
@@ -116,9 +107,7 @@ def _new(shapes: Mapping[str, tuple[int, ...]]) -> int:
     return _count(shape for name, shape in shapes.items() if is_new(name))
 
 
-def _trained(
-    shapes: Mapping[str, tuple[int, ...]], recipe: Recipe, sites: Sequence[Site], passed_by: Container[str]
-) -> int:
+def _trained(shapes: Mapping[str, tuple[int, ...]], recipe: Recipe, sites: Sequence[Site]) -> int:
     if recipe.mode == "full":
         return _count(shapes.values())
     if recipe.mode == "new+swapped":
@@ -127,7 +116,7 @@ def _trained(
     if recipe.mode == "new":
         return _new(shapes)
     endings = tuple(f".{target}.weight" for target in recipe.lora.targets)
-    matrices = [shape for name, shape in shapes.items() if f".{name}".endswith(endings) and name not in passed_by]
+    matrices = [shape for name, shape in shapes.items() if f".{name}".endswith(endings)]
     return _new(shapes) + recipe.lora.rank * sum(sum(shape) for shape in matrices)
 
 

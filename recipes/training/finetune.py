@@ -243,7 +243,7 @@ def assemble(accelerator: Any, checkpoint: Checkpoint, recipe: Recipe, out: Path
         METAPLASTIC_SCAN.resolve("auto", accelerator.device)
     tokenizer = open_tokenizer(checkpoint, option=TOKENIZER_KEY)
     model = load_model(checkpoint)
-    check_packing(model, recipe, accelerator.device)
+    check_packing(model, recipe)
     model = prepare_mode(model, checkpoint, recipe)
     stream, validation = open_streams(accelerator, recipe, tokenizer, model.config.vocab_size)
     loss = CausalLoss(model, recipe.loss, recipe.precision)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import logging
 from collections import Counter
@@ -65,11 +64,11 @@ def prepare_mode(model: nn.Module, checkpoint: Checkpoint, recipe: Recipe) -> nn
     return model
 
 
-def check_packing(model: nn.Module, recipe: Recipe, device: torch.device) -> None:
+def check_packing(model: nn.Module, recipe: Recipe) -> None:
     """Refuses documents kept apart where a hybrid's own layers would carry text from one to the next.
 
     Raises:
-        UsageError: its attention does, or layers are not swapped and what keeps documents apart in them is missing.
+        UsageError: its attention does, or its layers of a Gated DeltaNet.
     """
     if recipe.data.packing != "documents" or not is_hybrid(model.config):
         return
@@ -83,14 +82,6 @@ def check_packing(model: nn.Module, recipe: Recipe, device: torch.device) -> Non
         raise UsageError(
             f"data.packing: transformers keeps the documents of {host_type(model.config)} apart with kernels that are "
             "not tested here; set data.packing=stream"
-        )
-    plain = sorted(set(paths) - set(model.config.palimpsa_layers))
-    missing = [name for name in ("mamba_ssm", "causal_conv1d") if importlib.util.find_spec(name) is None]
-    if plain and (missing or device.type != "cuda"):
-        raise UsageError(
-            f"data.packing: documents are kept apart in layers that are not swapped ({', '.join(map(str, plain))}) by "
-            "mamba_ssm and causal_conv1d on a CUDA device alone; install palimpsa-surgery[cuda] there, or set "
-            "data.packing=stream"
         )
 
 
@@ -125,23 +116,11 @@ def add_adapters(model: nn.Module, recipe: Recipe, layers: list[int]) -> nn.Modu
 
 
 def matches(model: nn.Module, targets: list[str]) -> Iterator[tuple[str, str, nn.Module]]:
-    """Target, name and module of all that the targets name, where an adapter can be.
-
-    The mixers of hybrids that are not swapped are the hosts' own, which on a GPU hand the weights of `out_proj` and
-    `conv1d` to one kernel and never call the modules.
-    """
-    passed_by = _uncalled(model)
+    """Target, name and module of all that the targets name, where an adapter can be."""
     for name, module in model.named_modules():
         for target in targets:
-            if (name == target or name.endswith(f".{target}")) and name not in passed_by:
+            if name == target or name.endswith(f".{target}"):
                 yield target, name, module
-
-
-def _uncalled(model: nn.Module) -> set[str]:
-    if not is_hybrid(model.config) or HOSTS[host_type(model.config)].delta:
-        return set()
-    plain = [path for layer, path in mixer_paths(model.config).items() if layer not in model.config.palimpsa_layers]
-    return {f"{path}.{name}" for path in plain for name in ("out_proj", "conv1d")}
 
 
 def _by_path(model: nn.Module, targets: list[str]) -> list[str]:

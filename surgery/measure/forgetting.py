@@ -25,6 +25,7 @@ from ...base.console import progress
 from ...base.errors import CheckpointError
 from ...base.text import data_name, token_sequences
 from ..checkpoint.tokenizer import open_tokenizer
+from ..families.registry import mixers
 from .calibration import CalibrationSums
 from .layerwise import LayerFiles, run_by_layer
 from .profile import LayerProfile, Profile, rounded
@@ -134,19 +135,19 @@ def measure_forgetting(
         One entry for each layer that has a mixer.
     """
     from ...modeling.hybrids.hosts import is_delta
-    from .views import our_mixers, watching_rules
+    from .rules import watching_rules
 
     training = model.training
     model.eval()
     try:
         delta = is_delta(model.config)
         watching = watching_rules if delta else _watching
-        with our_mixers(model) as found:
-            # No start of a delta rule is calibrated.
-            sums = {layer: ForgettingSums(mixer, calibrate and not delta) for layer, mixer in found.items()}
-            last = max(found)
-            with progress(len(sequences) * (last + 1), "measuring") as bar, watching(found, sums):
-                run_by_layer(model, sequences, batch_size=batch_size, last=last, files=files, ran=bar.update)
+        found = mixers(model)
+        # No start of a delta rule is calibrated.
+        sums = {layer: ForgettingSums(mixer, calibrate and not delta) for layer, mixer in found.items()}
+        last = max(found)
+        with progress(len(sequences) * (last + 1), "measuring") as bar, watching(found, sums):
+            run_by_layer(model, sequences, batch_size=batch_size, last=last, files=files, ran=bar.update)
     finally:
         model.train(training)
     return [layer_sums.result(layer) for layer, layer_sums in sums.items()]

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from palimpsa_surgery.mixers.geometry import GATE, GateSpec
-from palimpsa_surgery.modeling.hybrids.hosts import mixer_path
+from palimpsa_surgery.modeling.hybrids.hosts import mixer_path, mixer_paths
 from palimpsa_surgery.modeling.hybrids.modeling_palimpsa_hybrid import model_class
 from tiny_hybrids import PROJECTIONS, SWAPPED, token_ids
 from transformers import AutoModelForCausalLM
@@ -55,10 +55,11 @@ def test_training_and_evaluation_give_the_same_logits(kind, hybrid):
 
 
 def test_an_adapter_trains_what_it_names_and_is_saved_and_merged(kind, hybrid, tmp_path):
-    """By full paths: on a GPU the mixers of a host hand their tensors to one kernel and never call the modules."""
+    """By full paths, in one mixer that is swapped and one that is not."""
     hybrid(kind).save_pretrained(tmp_path / "model")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    targets = [f"{path}.{name}" for path in mixers(base) for name in PROJECTIONS[kind]]
+    places = sorted({*mixers(base), *list(mixer_paths(base.config).values())[-1:]})
+    targets = [f"{path}.{name}" for path in places for name in PROJECTIONS[kind]]
     config = peft.LoraConfig(
         r=2, target_modules=targets, modules_to_save=[f"{path}.{GATE}" for path in mixers(base)], lora_alpha=4
     )
@@ -73,7 +74,7 @@ def test_an_adapter_trains_what_it_names_and_is_saved_and_merged(kind, hybrid, t
         optimizer.zero_grad()
     moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
     assert moved == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert len(moved) == len(mixers(base)) * (2 * 2 + len(GateSpec.TENSORS))
+    assert len(moved) == len(places) * 2 * 2 + len(mixers(base)) * len(GateSpec.TENSORS)
     with torch.no_grad():
         expected = model.eval()(input_ids=token_ids()).logits
     model.save_pretrained(tmp_path / "adapter")

@@ -11,21 +11,16 @@ from palimpsa_surgery.recipes.training.losses import CausalLoss, document_positi
 from palimpsa_surgery.recipes.training.modes import add_adapters, check_packing, check_shared, coverage
 from palimpsa_surgery.recipes.training.optim import decays, select_parameters
 from palimpsa_surgery.recipes.training.recipe import load_recipe
-from tiny_hybrids import DELTAS, PROJECTIONS, SWAPPED, VARIANTS, make_host, make_hybrid, token_ids
+from tiny_hybrids import DELTAS, PROJECTIONS, SWAPPED, VARIANTS, make_hybrid, token_ids
 
 FP32 = 1e-5  # relative
 
-CPU = torch.device("cpu")
 DOCUMENTS = torch.tensor([[0] * 7 + [1] * 9 + [2] * 5, [0] * 21, [3] * 20 + [4]])
 
 
 @pytest.fixture(scope="module", params=known_hosts())
 def kind(request):
     return request.param
-
-
-def all_swapped(kind):
-    return make_hybrid(kind, layers=list(mixer_paths(make_host(kind).config)))
 
 
 def recipe_of(**changes):
@@ -46,10 +41,10 @@ def test_the_loss_in_chunks_is_the_models_own(kind):
 
 @torch.no_grad()
 def test_packed_documents_have_the_losses_of_documents_alone(kind):
-    """Attention included, where all mixers are swapped."""
+    """In attention and in mixers, swapped or not."""
     if not HOSTS[kind].keeps_documents_apart or kind in DELTAS:
         pytest.skip("refused, see below")
-    loss, ids = CausalLoss(all_swapped(kind)), token_ids()
+    loss, ids = CausalLoss(make_hybrid(kind)), token_ids()
     packed = loss(ids, targets_of(ids), DOCUMENTS, per_token=True)
     for row, document in ((0, slice(0, 7)), (0, slice(7, 16)), (0, slice(16, 21)), (2, slice(0, 20))):
         alone = loss(ids[row, document][None], targets_of(ids)[row, document][None], per_token=True)
@@ -61,27 +56,18 @@ def test_positions_start_again_with_each_document():
     assert document_positions(DOCUMENTS).tolist() == expected
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_documents_are_not_kept_apart_where_the_hosts_layers_cannot(kind, device):
-    model = make_hybrid(kind)
-    with pytest.raises(
-        UsageError, match=r"data.packing: .*; install .* or set data.packing=stream|granitemoehybrid|kernels"
-    ):
-        check_packing(model, recipe_of(), torch.device(device))
-    check_packing(model, recipe_of(data={"packing": "stream"}), CPU)
-
-
-def test_documents_are_kept_apart_where_all_mixers_are_swapped(kind):
+def test_documents_are_kept_apart_where_the_hosts_own_layers_keep_them(kind):
+    check_packing(make_hybrid(kind), recipe_of(data={"packing": "stream"}))
     if kind in DELTAS:
         with pytest.raises(UsageError, match=rf"documents of {kind} apart with kernels that are not tested here"):
-            check_packing(all_swapped(kind), recipe_of(), CPU)
+            check_packing(make_hybrid(kind), recipe_of())
         return
     if HOSTS[kind].keeps_documents_apart:
-        check_packing(all_swapped(kind), recipe_of(), CPU)
+        check_packing(make_hybrid(kind), recipe_of())
         return
     with pytest.raises(UsageError, match=rf"the attention of {kind} in transformers reads across the documents"):
-        check_packing(all_swapped(kind), recipe_of(), CPU)
-    check_packing(make_hybrid(kind, layers=[0, 1, 2], layer_types=["mamba"] * 3), recipe_of(), CPU)
+        check_packing(make_hybrid(kind), recipe_of())
+    check_packing(make_hybrid(kind, layers=[0, 1], layer_types=["mamba"] * 3), recipe_of())
 
 
 def test_new_and_swapped_are_the_mixers_and_the_norms_before_them(kind):
@@ -106,19 +92,15 @@ def adapted(model):
     return {name.partition(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A." in name}
 
 
-def test_adapters_are_put_on_modules_by_full_name_and_on_none_that_is_passed_by(kind):
+def test_adapters_are_put_on_modules_by_full_name_in_every_mixer(kind):
     pytest.importorskip("peft")
     model = make_hybrid(kind)
     paths = mixer_paths(model.config)
-    plain, delta = len(paths) - len(SWAPPED[kind]), kind in DELTAS
+    plain = len(paths) - len(SWAPPED[kind])
     first, last = PROJECTIONS[kind]
-    expected = {f"{path}.{first}" for path in paths.values()}
-    expected |= {f"{path}.{last}" for i, path in paths.items() if delta or i in SWAPPED[kind]}
+    expected = {f"{path}.{name}" for path in paths.values() for name in (first, last)}
     rows = coverage(model, [first, last], SWAPPED[kind])
-    assert [(row.swapped, row.source) for row in rows] == [
-        (len(SWAPPED[kind]), plain),
-        (len(SWAPPED[kind]), plain if delta else 0),
-    ]
+    assert [(row.swapped, row.source) for row in rows] == [(len(SWAPPED[kind]), plain)] * 2
     peft = add_adapters(model, recipe_of(mode="lora", lora={"targets": [first, last]}), SWAPPED[kind])
     assert {name.removeprefix("base_model.model.") for name in adapted(peft)} == expected
     whole = [name for name, p in peft.named_parameters() if p.requires_grad and "lora_" not in name]

@@ -5,6 +5,7 @@ import torch
 from palimpsa_surgery.base.errors import UsageError
 from palimpsa_surgery.mixers.geometry import GATE
 from palimpsa_surgery.modeling.hybrids.configuration_palimpsa_hybrid import known_hosts
+from palimpsa_surgery.modeling.hybrids.hosts import HOSTS
 from palimpsa_surgery.recipes.evaluation.generation import generate
 from palimpsa_surgery.recipes.training.adapters import merge
 from palimpsa_surgery.recipes.training.estimate import estimate
@@ -15,7 +16,7 @@ from palimpsa_surgery.surgery.checkpoint.checkpoint import open_checkpoint
 from palimpsa_surgery.surgery.checkpoint.loading import load_model
 from safetensors.torch import load_file
 from tiny import save_folder
-from tiny_hybrids import PROJECTIONS, make_hybrid, same, token_ids
+from tiny_hybrids import DELTAS, PROJECTIONS, make_hybrid, same, token_ids
 from transformers import AutoModelForCausalLM
 
 pytest.importorskip("peft")
@@ -35,7 +36,7 @@ def folder(kind, tmp_path_factory):
 
 @pytest.fixture
 def recipe(recipe):
-    recipe["data"]["packing"] = "stream"  # documents are kept apart on a CUDA device alone
+    recipe["data"]["packing"] = "stream"  # which every host can
     return {**recipe, "lora": {"rank": 2, "alpha": 4}, "gradient_checkpointing": True}
 
 
@@ -87,8 +88,11 @@ def test_frozen_layers_in_bf16_run_beside_trained_ones(folder, recipe, tmp_path)
     assert open_checkpoint(run.final).dtype == torch.bfloat16
 
 
-def test_documents_are_not_kept_apart_by_default(folder, recipe, tmp_path):
-    recipe["data"]["packing"] = "documents"
+def test_documents_are_kept_apart_or_refused_before_anything_is_written(kind, folder, recipe, tmp_path):
+    recipe = {**recipe, "data": {**recipe["data"], "packing": "documents"}, "steps": 1}
+    if HOSTS[kind].keeps_documents_apart and kind not in DELTAS:
+        assert finetune(folder, recipe, tmp_path / "run").loss < 20.0
+        return
     with pytest.raises(UsageError, match=r"data.packing: .*set data.packing=stream"):
         finetune(folder, recipe, tmp_path / "run")
     assert not (tmp_path / "run").exists()
