@@ -6,8 +6,9 @@
 
 Weights are random. `step` trains one small published shape per family: fp32 weights and moments of Adam, products in
 bf16, activations one layer at a time, as `precision: bf16` and `gradient_checkpointing: true` do. Importance has scale
-0, where Palimpsa-M computes what Mamba2 does, so the first losses must agree. The model without swapped layers runs
-first and last: a drift of the clock shows as a difference between its two rows.
+0, where Palimpsa-M computes what Mamba2 does, so the first losses must agree. The first row is the host's own class.
+The model without swapped layers runs before and after that with some: a drift of the clock shows as a difference
+between its two rows.
 
 `errors` swaps all mixers but one in each branch of each host's code, importance off, and gives the relative L2 distance
 of the logits to the host's own class in fp32, which bounds step sizes as the model was trained: in one pass, with rows
@@ -36,11 +37,14 @@ import transformers
 from common import markdown_table, provenance, write_csv
 from palimpsa_surgery.kernels.metaplastic.scan import METAPLASTIC_SCAN
 from palimpsa_surgery.kernels.metaplastic.types import ScanProblem
+from palimpsa_surgery.kernels.ssd.mamba2_scan import MAMBA2_SCAN
+from palimpsa_surgery.kernels.ssd.types import SsdProblem
 from palimpsa_surgery.modeling.bundle import bundle_remote_code, remote_code_keys
 from palimpsa_surgery.modeling.hybrids.configuration_palimpsa_hybrid import config_class, host_config_class, known_hosts
-from palimpsa_surgery.modeling.hybrids.hosts import mixer_paths, time_step_limit
-from palimpsa_surgery.modeling.hybrids.mixer_hybrid import HybridMixer
-from palimpsa_surgery.modeling.hybrids.modeling_palimpsa_hybrid import host_class, model_class
+from palimpsa_surgery.modeling.hybrids.hosts import mixer_paths
+from palimpsa_surgery.modeling.hybrids.mixer_hybrid import HybridMixer, PlainHybridMixer
+from palimpsa_surgery.modeling.hybrids.modeling_palimpsa_hybrid import PalimpsaHybridMixin, host_class, model_class
+from palimpsa_surgery.modeling.hybrids.swapping import bound_step_sizes
 from palimpsa_surgery.recipes.training.losses import CausalLoss
 from torch import Tensor, nn
 
@@ -164,17 +168,21 @@ BRANCHES = {
 """Arguments of a host's config, by `model_type` and which branch of the host's code."""
 
 
-def build(shape: Shape, swapped: int, *, tiny: bool, state: Mapping[str, Tensor] | None = None) -> nn.Module:
+def build(shape: Shape, swapped: int | None, *, tiny: bool, state: Mapping[str, Tensor] | None = None) -> nn.Module:
     """A model in fp32 on the CPU, importance off in the `swapped` mixers, which are spread over those there are.
 
     Args:
+        swapped: how many; None for the host's own class.
         state: weights of the same model without swapped layers; random ones where None.
     """
     keys = {**shape.keys, **(shape.tiny if tiny else {})}
-    config = config_class(shape.host)(**keys)
-    known = list(mixer_paths(config))
-    chosen = [known[round((i + 0.5) * len(known) / swapped - 0.5)] for i in range(swapped)]
-    model = model_class(shape.host)(config_class(shape.host)(**keys, palimpsa_layers=chosen))
+    if swapped is None:
+        model = host_class(shape.host)(host_config_class(shape.host)(**keys))
+        with_true_bounds(model)
+    else:
+        known = list(mixer_paths(config_class(shape.host)(**keys)))
+        chosen = [known[round((i + 0.5) * len(known) / swapped - 0.5)] for i in range(swapped)]
+        model = model_class(shape.host)(config_class(shape.host)(**keys, palimpsa_layers=chosen))
     if state is not None:
         model.load_state_dict({**model.state_dict(), **state})
     with torch.no_grad():
@@ -184,6 +192,12 @@ def build(shape: Shape, swapped: int, *, tiny: bool, state: Mapping[str, Tensor]
             elif state is None:
                 spread(name, parameter)
     return model
+
+
+def with_true_bounds(host: nn.Module) -> None:
+    """Its mixers bound the step size as in training."""
+    for path in mixer_paths(host.config).values():
+        bound_step_sizes(host.get_submodule(path), host.config)
 
 
 def spread(name: str, parameter: Tensor) -> None:
@@ -228,31 +242,36 @@ def time_steps(model: nn.Module, ids: Tensor, warmup: int, steps: int) -> dict[s
 
 
 def kernels(model: nn.Module, device: torch.device) -> dict[str, str]:
-    """What runs the scan of the swapped mixers, and that of the host's own."""
-    swapped = next((module for module in model.modules() if isinstance(module, HybridMixer)), None)
-    names = {"swapped_on": ""}
-    if swapped is not None:
+    """What runs the scans of the swapped mixers and of the plain ones."""
+    first = {type(module): module for module in reversed(list(model.modules()))}
+    names = {"swapped_on": "", "plain_on": ""}
+    if swapped := first.get(HybridMixer):
         geometry, groups = swapped.geometry, swapped.metaplasticity.spec.groups
         problem = ScanProblem(torch.bfloat16, geometry.head_dim, geometry.state_size, groups)
         names["swapped_on"] = METAPLASTIC_SCAN.resolve("auto", device, problem)
-    fast = device.type == "cuda" and importlib.util.find_spec("mamba_ssm") is not None
-    return names | {"plain_on": "mamba-ssm" if fast else "torch of transformers"}
+    if plain := first.get(PlainHybridMixer):
+        problem = SsdProblem(torch.bfloat16, plain.geometry.state_size)
+        names["plain_on"] = MAMBA2_SCAN.resolve("auto", device, problem)
+    if not isinstance(model, PalimpsaHybridMixin):
+        fast = device.type == "cuda" and importlib.util.find_spec("mamba_ssm") is not None
+        names["plain_on"] = f"transformers, {'mamba_ssm' if fast else 'torch'}"
+    return names
 
 
 def step_rows(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One row a model: without swapped layers, with them, and without again."""
+    """One row a model: the host's class, ours without swapped layers, with them, and without again."""
     device = torch.device("cuda" if torch.cuda.is_available() and not options.tiny else "cpu")
     shape = SHAPES[name]
     torch.manual_seed(0)
     state = build(shape, 0, tiny=options.tiny).state_dict()
     vocabulary = shape.tiny["vocab_size"] if options.tiny else shape.keys["vocab_size"]
     ids = torch.randint(3, vocabulary, (options.batch, options.length + 1)).to(device)
-    for swapped in (0, options.swap, 0):
+    for swapped in (None, 0, options.swap, 0):
         model = build(shape, swapped, tiny=options.tiny, state=state)
         row = {
             "model": f"{name}, tiny" if options.tiny else name,
             "parameters_m": round(sum(one.numel() for one in model.parameters()) / 1e6, 1),
-            "swapped": swapped,
+            "swapped": swapped or 0,
             **kernels(model, device),
             "batch": options.batch,
             "length": options.length,
@@ -294,8 +313,7 @@ def pair(branch: str) -> tuple[nn.Module, nn.Module]:
     for name, parameter in model.named_parameters():
         if name.endswith("beta_scale"):
             parameter.zero_()
-    for path in mixer_paths(host.config).values():
-        host.get_submodule(path).time_step_limit = time_step_limit(host.config)
+    with_true_bounds(host)
     return host, model
 
 

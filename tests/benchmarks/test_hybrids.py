@@ -32,8 +32,11 @@ def test_a_hybrid_is_its_host_at_the_identity_start(tmp_path, branch):
 def test_a_step_with_mixers_swapped_begins_at_the_loss_without(tmp_path, shape):
     small = ["--tiny", "--length", "24", "--warmup", "0", "--steps", "1"]
     hybrids.main(["step", "--shapes", shape, *small, "--out", str(tmp_path / "step")])
-    before, swapped, after = rows_of(tmp_path / "step")
-    assert [row["swapped"] for row in (before, swapped, after)] == ["0", "4", "0"]
+    rows = rows_of(tmp_path / "step")
+    host, before, swapped, after = rows
+    assert [row["swapped"] for row in rows] == ["0", "0", "4", "0"]
+    assert [row["plain_on"] for row in rows] == ["transformers, torch", *["torch"] * 3]
+    assert abs(float(host["loss"]) - float(before["loss"])) < BF16
     assert before["loss"] == after["loss"]
     assert abs(float(swapped["loss"]) - float(before["loss"])) < BF16
     assert swapped["swapped_on"]
