@@ -6,38 +6,23 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .geometry import GATE, GateSpec
+from .geometry import GATE, GateSpec, HeadGeometry
 
 
 @dataclass(frozen=True)
-class DeltaGeometry:
+class DeltaGeometry(HeadGeometry):
     """What the stages ask of such a layer; attributes are called as in `MixerGeometry`.
 
     Attributes:
-        num_heads: H, heads of values.
-        head_dim: P, channels of a value.
-        n_groups: G, heads of queries and keys; value head i uses group i // (H / G).
-        state_size: N, channels of a key.
         tensors: name and shape of each of its tensors, in the order of its class.
     """
 
-    hidden_size: int
-    num_heads: int
-    head_dim: int
-    n_groups: int
-    state_size: int
-    conv_kernel: int
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
     use_bias: ClassVar[bool] = False
     use_conv_bias: ClassVar[bool] = False
     time_step_limit: ClassVar[tuple[float, float]] = (0.0, math.inf)
     gate_channels: ClassVar[int] = 1
     """An importance of their own for the values of a head would be a linear system for each of them."""
-
-    @property
-    def inner_size(self) -> int:
-        """Value channels of all heads, H P."""
-        return self.num_heads * self.head_dim
 
     @property
     def conv_channels(self) -> int:

@@ -122,6 +122,11 @@ class HeadGeometry:
         """Value channels of all heads, H P."""
         return self.num_heads * self.head_dim
 
+    @property
+    def gate_channels(self) -> int:
+        """How many channels of a head may have an importance of their own: all, P, unless a kind says otherwise."""
+        return self.head_dim
+
 
 @dataclass(frozen=True)
 class MixerGeometry(HeadGeometry):
@@ -153,11 +158,6 @@ class MixerGeometry(HeadGeometry):
         read = {field.name: field.name for field in fields(cls)} | {"norm_eps": "layer_norm_epsilon"}
         values = {name: getattr(config, key) for name, key in read.items()}
         return cls(**{**values, "time_step_limit": tuple(values["time_step_limit"])})
-
-    @property
-    def gate_channels(self) -> int:
-        """How many channels of a head may have an importance of their own: all, P."""
-        return self.head_dim
 
     @property
     def conv_channels(self) -> int:

@@ -39,11 +39,6 @@ class PalimpsaDGeometry(HeadGeometry):
     norm_eps: float
 
     @property
-    def gate_channels(self) -> int:
-        """How many channels of a head may have an importance of their own: all, P."""
-        return self.head_dim
-
-    @property
     def key_size(self) -> int:
         """Channels of all keys, G N."""
         return self.n_groups * self.state_size

@@ -30,5 +30,11 @@ class KeepFp32Mixin(nn.Module):
         return super()._apply(guarded, recurse)
 
 
+def at_least_fp32(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter itself where it is wide enough."""
+    wide = torch.promote_types(parameter.dtype, torch.float32)
+    return parameter if wide == parameter.dtype else nn.Parameter(parameter.detach().to(wide))
+
+
 def _with_gradient(parameter: Tensor) -> list[Tensor]:
     return [parameter] if parameter.grad is None else [parameter, parameter.grad]

@@ -33,7 +33,7 @@ from ..recipes.training.adapter_files import (
 )
 from ..recipes.training.recipe import Recipe
 from ..surgery.checkpoint.checkpoint import Checkpoint, file_stamp, open_checkpoint
-from ..surgery.checkpoint.licenses import card_metadata, license_files, license_terms
+from ..surgery.checkpoint.licenses import card_metadata, license_files
 from ..surgery.checkpoint.sources import (
     TOKENIZER_PATTERNS,
     is_of_tokenizer,
@@ -45,7 +45,7 @@ from ..surgery.checkpoint.sources import (
     weight_files,
 )
 from ..surgery.checkpoint.tokenizer import refuse_code
-from ..surgery.conversion.card import CardFacts, kept_readme, render_card
+from ..surgery.conversion.card import CardFacts, checkpoint_facts, kept_readme, render_card
 from ..surgery.conversion.model_folder import copy_without_paths
 from ..surgery.conversion.report import ConversionReport
 from ..surgery.conversion.writer import INDEX_FILE
@@ -237,14 +237,9 @@ def _facts(
         plan=read_plan(plan) if plan.is_file() else None,
         swapped=checkpoint.palimpsa_layers,
         dtype=dtype_name(checkpoint.dtype),
-        family=checkpoint.family.name,
-        mixed=checkpoint.is_mixed,
-        remarks=checkpoint.family.remarks(checkpoint.config),
+        **checkpoint_facts(checkpoint),
         profile=read_profile(profile) if profile.is_file() else None,
-        license=checkpoint.license,
-        base_model=checkpoint.base_model,
         verification=report.verification_lines() if report else {},
-        terms=license_terms(card_metadata(folder)),
         training=tuple(fact for recipe in recipe_files(folder) for fact in training_facts(recipe)),
         evaluation=figures.section() if figures else "",
         results=figures.results() if figures else (),

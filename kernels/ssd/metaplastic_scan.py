@@ -26,28 +26,24 @@ def unsupported(problem: SsdProblem) -> str | None:
 
 def scan(x, dt, A, B, C, initial_state, cu_seqlens, chunk_size) -> tuple[Tensor, Tensor]:
     """`mamba2_scan.mamba2_scan` with the importance at 1."""
-    state = None if initial_state is None else initial_state.to(compute_dtype(x, B, C))
-    out = metaplastic_scan(
-        C.to(x.dtype),
-        B.to(x.dtype),
-        (x * dt.unsqueeze(-1)).to(x.dtype),
-        x.new_zeros(*dt.shape, 1),
-        dt * A,
-        torch.ones_like(A),
-        initial_state=None if state is None else ScanState(state, _nothing(state)),
-        cu_seqlens=cu_seqlens,
-        chunk_size=chunk_size,
-    )
-    return out.output, out.state.M
+    if initial_state is not None:
+        initial_state = _with_importance(initial_state.to(compute_dtype(x, B, C)))
+    options = {"initial_state": initial_state, "cu_seqlens": cu_seqlens, "chunk_size": chunk_size}
+    output, state, _ = metaplastic_scan(*_operands(x, dt, A, B, C), **options)
+    return output, state.M
 
 
 def step(x, dt, A, B, C, state) -> Tensor:
     """`mamba2_scan.mamba2_step` with the importance at 1."""
-    beta, v = x.new_zeros(*dt.shape, 1), (x * dt.unsqueeze(-1)).to(x.dtype)
-    q, k = C.to(x.dtype), B.to(x.dtype)
-    return metaplastic_step(q, k, v, beta, dt * A, torch.ones_like(A), ScanState(state, _nothing(state)))
+    return metaplastic_step(*_operands(x, dt, A, B, C), _with_importance(state))
 
 
-def _nothing(state: Tensor) -> Tensor:
-    """Zeros [rows, H, 1, N] beside a state [rows, H, P, N]."""
-    return torch.zeros_like(state[:, :, :1])
+def _operands(x, dt, A, B, C) -> tuple[Tensor, ...]:
+    """q, k, v, beta, log_decay and prior, of a sequence or of one token."""
+    v = (x * dt.unsqueeze(-1)).to(x.dtype)
+    return C.to(x.dtype), B.to(x.dtype), v, x.new_zeros(*dt.shape, 1), dt * A, torch.ones_like(A)
+
+
+def _with_importance(M: Tensor) -> ScanState:
+    """The state [rows, H, P, N], and as its importance beyond the prior zeros [rows, H, 1, N]."""
+    return ScanState(M, torch.zeros_like(M[:, :, :1]))

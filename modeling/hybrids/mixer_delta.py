@@ -27,7 +27,7 @@ from ...kernels.metaplastic_delta.types import DeltaState
 from ...mixers.delta_geometry import DeltaGeometry
 from ...mixers.geometry import GateSpec
 from ...mixers.metaplasticity import LOG_PRIOR_LIMIT, Metaplasticity
-from ...mixers.precision import KeepFp32Mixin
+from ...mixers.precision import KeepFp32Mixin, at_least_fp32
 
 RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
 """What the forward of every host calls, for a piece of text and for one token."""
@@ -142,9 +142,7 @@ def swap_rule(layer: nn.Module, gate: GateSpec) -> nn.Module:
     layer.__class__ = _swapped_class(type(layer))
     layer.geometry, layer.backend, layer.importance_observer = geometry, "auto", None
     for name in layer.keep_fp32:
-        parameter = getattr(layer, name)
-        if parameter.dtype != compute_dtype(parameter):
-            setattr(layer, name, nn.Parameter(parameter.detach().to(compute_dtype(parameter))))
+        setattr(layer, name, at_least_fp32(getattr(layer, name)))
     with layer.A_log.device:
         layer.metaplasticity = DeltaMetaplasticity(geometry, gate)
     return layer

@@ -13,6 +13,7 @@ from ...mixers.geometry import MIXER_FP32, GateSpec, MixerGeometry
 from ...mixers.layout import sequence_layout
 from ...mixers.metaplasticity import Metaplasticity
 from ...mixers.mixer import Mamba2Mixer, PalimpsaMixer
+from ...mixers.precision import at_least_fp32
 from ...mixers.states import CACHE_NAMES, take_cache
 from .hosts import HOSTS, host_type, time_step_limit
 
@@ -155,12 +156,6 @@ class HybridMixer(HostedMixin, PalimpsaMixer):
             super().__init__(geometry, gate, mixer.layer_idx)
         self.stand_for(mixer, config)
         for name in MIXER_FP32:
-            setattr(self, name, _at_least_fp32(getattr(self, name)))
+            setattr(self, name, at_least_fp32(getattr(self, name)))
         with mixer.in_proj.weight.device:
             self.metaplasticity = Metaplasticity(geometry, gate)
-
-
-def _at_least_fp32(parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter itself where it is wide enough."""
-    wide = torch.promote_types(parameter.dtype, torch.float32)
-    return parameter if wide == parameter.dtype else nn.Parameter(parameter.detach().to(wide))

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from ...mixers.metaplasticity import Metaplasticity
 from ...mixers.palimpsa_d import PalimpsaDMixer
-from ...mixers.start import start_gate, start_steps
+from ...mixers.start import start_steps
+from ..palimpsa_mamba2.initial_values import initialize_common
 from .configuration_palimpsa_d import PalimpsaDConfig
 
 LEAST_RATE = 1e-4
@@ -25,16 +25,8 @@ def initialize(module: nn.Module, config: PalimpsaDConfig) -> None:
     """Fills the parameters that `module` itself is responsible for; transformers calls it on every module."""
     if isinstance(module, PalimpsaDMixer):
         _initialize_mixer(module, config)
-    elif isinstance(module, Metaplasticity):
-        start_gate(module, init)
-    elif isinstance(module, nn.Embedding) or _is_head(module, config):
-        init.normal_(module.weight, mean=0.0, std=config.initializer_range)
-    elif hasattr(module, "eps") and hasattr(module, "weight"):
-        init.ones_(module.weight)
-
-
-def _is_head(module: nn.Module, config: PalimpsaDConfig) -> bool:
-    return isinstance(module, nn.Linear) and module.out_features == config.vocab_size
+    else:
+        initialize_common(module, config)
 
 
 def _initialize_mixer(mixer: PalimpsaDMixer, config: PalimpsaDConfig) -> None:

@@ -10,6 +10,7 @@ import math
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers import initialization as init
 
 from ...mixers.attention import Projection
@@ -24,20 +25,26 @@ def initialize(module: nn.Module, config: PalimpsaMamba2Config) -> None:
     """Fills the parameters that `module` itself is responsible for; transformers calls it on every module."""
     if isinstance(module, Mamba2Mixer):
         _initialize_mixer(module, config)
-    elif isinstance(module, Metaplasticity):
-        start_gate(module, init)
     elif isinstance(module, Projection):
         _initialize_projection(module, config)
     elif isinstance(module, CausalConv1d) and module.activation is None:  # of attention; a mixer draws its own
         init.kaiming_uniform_(module.weight, a=math.sqrt(5))
         init.zeros_(module.bias)
+    else:
+        initialize_common(module, config)
+
+
+def initialize_common(module: nn.Module, config: PreTrainedConfig) -> None:
+    """Importance gates, the embedding, the head and the norms, which are alike in every kind of model."""
+    if isinstance(module, Metaplasticity):
+        start_gate(module, init)
     elif isinstance(module, nn.Embedding) or _is_head(module, config):
         init.normal_(module.weight, mean=0.0, std=config.initializer_range)
     elif hasattr(module, "eps") and hasattr(module, "weight"):
         init.ones_(module.weight)
 
 
-def _is_head(module: nn.Module, config: PalimpsaMamba2Config) -> bool:
+def _is_head(module: nn.Module, config: PreTrainedConfig) -> bool:
     return isinstance(module, nn.Linear) and module.out_features == config.vocab_size
 
 

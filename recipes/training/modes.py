@@ -21,6 +21,8 @@ from .recipe import ADAPTER_MODES, Recipe
 
 logger = logging.getLogger(__name__)
 
+_MAMBA2_PROJECTIONS = ("in_proj", "out_proj")
+
 
 @dataclass(frozen=True)
 class Coverage:
@@ -184,7 +186,7 @@ def check_shared(model: nn.Module, targets: list[str]) -> None:
 def _projections(model: nn.Module) -> tuple[str, ...]:
     """What the projections are called that every mixer has."""
     if not is_delta(model.config):
-        return ("in_proj", "out_proj")
+        return _MAMBA2_PROJECTIONS
     layer = model.get_submodule(next(iter(mixer_paths(model.config).values())))
     return tuple(name for name, module in layer.named_children() if isinstance(module, nn.Linear))
 
@@ -195,7 +197,7 @@ def check_coverage(
     layers: list[int],
     *,
     tied: bool,
-    projections: Sequence[str] = ("in_proj", "out_proj"),
+    projections: Sequence[str] = _MAMBA2_PROJECTIONS,
 ) -> None:
     """Refuses targets that match nothing, miss all swapped layers, or sit on one matrix that is used twice.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -45,9 +45,14 @@ class LossResult:
 
     def to_dict(self) -> dict[str, Any]:
         """For files, in which the number of sequences is called `windows`."""
-        values = {{"sequences": "windows"}.get(key, key): value for key, value in asdict(self).items()}
-        values.pop("per_sequence")
-        return {**values, "perplexity": self.perplexity}
+        return {
+            "loss": self.loss,
+            "stderr": self.stderr,
+            "windows": self.sequences,
+            "tokens": self.tokens,
+            "seq_len": self.seq_len,
+            "perplexity": self.perplexity,
+        }
 
 
 @torch.no_grad()

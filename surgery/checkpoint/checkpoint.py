@@ -170,6 +170,11 @@ class Checkpoint:
             )
 
     @cached_property
+    def whole_of(self) -> Mapping[str, str]:
+        """The tensor of the model that each of `parts` is a part of."""
+        return {part: name for name, parts in self.parts.items() for part in parts}
+
+    @cached_property
     def fingerprint(self) -> str:
         """Identity of the weights, see `fingerprint.py`: every tensor is read once for it."""
         self._look(self._owners)

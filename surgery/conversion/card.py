@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
 from ...base.console import counted
 from ...mixers.geometry import GATE_FP32, MIXER_FP32
-from ..checkpoint.licenses import license_text
+from ..checkpoint.licenses import card_metadata, license_terms, license_text
 from ..families.hybrids import DELTAS, HYBRIDS, PREFIX
 from ..families.mamba2 import MAMBA2
 from ..measure.profile import Profile
 from ..planning.inits import INITS
 from ..planning.plan import Plan
+
+if TYPE_CHECKING:
+    from ..checkpoint.checkpoint import Checkpoint
 
 MARKER = "<!-- card written by palimpsa-surgery; remove this line to keep your own text -->"
 PAPER = "https://arxiv.org/abs/2602.09075"
@@ -64,6 +67,18 @@ class CardFacts:
     evaluation: str = ""
     results: Sequence[EvalResult] = ()
     picture: bool = True
+
+
+def checkpoint_facts(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The arguments of `CardFacts` that a checkpoint itself decides."""
+    return {
+        "family": checkpoint.family.name,
+        "mixed": checkpoint.is_mixed,
+        "remarks": checkpoint.family.remarks(checkpoint.config),
+        "license": checkpoint.license,
+        "base_model": checkpoint.base_model,
+        "terms": license_terms(card_metadata(checkpoint.path)),
+    }
 
 
 def render_card(facts: CardFacts) -> str:

@@ -20,14 +20,13 @@ from ...base.files import output_folder, refuse_existing, refuse_to_delete, writ
 from ...base.schemas import write_model
 from ...kernels.common.precision import dtype_name
 from ..checkpoint.dtypes import STORED, dtype_of
-from ..checkpoint.licenses import card_metadata, license_terms
 from ..checkpoint.tokenizer import with_tokenizer
 from ..measure.forgetting import measure, static_forgetting
 from ..measure.plots import plot_profile
 from ..measure.profile import Profile, read_profile, write_profile
 from ..planning.inits import is_calibrated
 from ..planning.plan import DEFAULT_LAYERS, Plan, make_plan, read_plan, write_plan
-from .card import CardFacts, kept_readme, render_card
+from .card import CardFacts, checkpoint_facts, kept_readme, render_card
 from .model_folder import (
     can_copy,
     copy_weights,
@@ -267,14 +266,9 @@ def _card(checkpoint: Checkpoint, name: str, plan: Plan, profile: Profile, repor
             plan=plan,
             swapped=report.palimpsa_layers,
             dtype=report.dtype,
-            family=checkpoint.family.name,
-            mixed=checkpoint.is_mixed,
-            remarks=checkpoint.family.remarks(checkpoint.config),
+            **checkpoint_facts(checkpoint),
             profile=profile,
-            license=checkpoint.license,
-            base_model=checkpoint.base_model,
             verification=report.verification_lines(),
-            terms=license_terms(card_metadata(checkpoint.path)),
         )
     )
 

@@ -19,7 +19,7 @@ from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.licenses import card_metadata, license_terms
 from ..checkpoint.tokenizer import with_tokenizer
 from ..families.mamba2 import EMBEDDING, HEAD
-from .card import MARKER, CardFacts, front_matter, kept_readme, render_card
+from .card import MARKER, CardFacts, checkpoint_facts, front_matter, kept_readme, render_card
 from .model_folder import (
     Config,
     can_copy,
@@ -146,12 +146,7 @@ def card_without_surgery(checkpoint: Checkpoint, name: str, swapped: Sequence[in
         plan=None,
         swapped=tuple(swapped),
         dtype=dtype_name(checkpoint.dtype),
-        family=checkpoint.family.name,
-        mixed=checkpoint.is_mixed,
-        remarks=checkpoint.family.remarks(checkpoint.config),
-        license=checkpoint.license,
-        base_model=checkpoint.base_model,
-        terms=license_terms(card_metadata(checkpoint.path)),
+        **checkpoint_facts(checkpoint),
     )
     return render_card(facts)
 

@@ -90,10 +90,9 @@ def _with_wholes(
     checkpoint: Checkpoint, specs: list[TensorSpec], changed: Callable[[str], Tensor | None]
 ) -> list[TensorSpec]:
     """The specs with one in the place of the parts of each tensor that `changed` gives."""
-    whole_of = {part: name for name, parts in checkpoint.parts.items() for part in parts}
     merged: dict[str, TensorSpec] = {}
     for spec in specs:
-        name = whole_of.get(spec.name)
+        name = checkpoint.whole_of.get(spec.name)
         if name in merged:
             continue
         whole = None if name is None else changed(name)

@@ -213,8 +213,8 @@ def _layer_input(checkpoint: Checkpoint, site: Site) -> Tensor:
 def _mixer(mixer: nn.Module, checkpoint: Checkpoint, written: Checkpoint, site: Site) -> nn.Module:
     """The mixer in fp32 with a checkpoint's tensors, rounded to the dtypes that were written."""
     prefix = site.tensor("")
-    whole_of = {part: name for name, parts in checkpoint.parts.items() for part in parts}
-    names = dict.fromkeys(whole_of.get(name, name) for name in checkpoint.tensors if name.startswith(prefix))
+    own = (name for name in checkpoint.tensors if name.startswith(prefix))
+    names = dict.fromkeys(checkpoint.whole_of.get(name, name) for name in own)
     state = {name.removeprefix(prefix): _rounded(checkpoint, written, name) for name in names}
     mixer.load_state_dict(state, strict=True, assign=True)
     return mixer.eval()

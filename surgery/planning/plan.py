@@ -183,7 +183,7 @@ def _bad_layers(layers: Sequence[int], checkpoint: Checkpoint) -> Iterator[str]:
             yield f"layer {layer}: the model has {counted(num_layers, 'layer')}, 0 to {num_layers - 1}"
         elif layer >= 0 and layer not in checkpoint.sites:
             kind = family.kind(checkpoint.config, layer)
-            yield (f"layer {layer}: has no mixer to swap (a layer of kind: {kind}); choose layers of {family.plain}")
+            yield f"layer {layer}: has no mixer to swap (a layer of kind: {kind}); choose layers of {family.plain}"
         if layer in swapped:
             listed = ", ".join(str(number) for number in swapped)
             yield f"layer {layer}: is {family.swapped} already (swapped: {listed}); choose plain {family.plain} layers"

@@ -427,25 +427,11 @@ def test_on_a_gpu_it_equals_the_torch_form(relative, dtype, limit, lengths):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_on_a_gpu_its_steps_equal_the_torch_form(relative):
+@pytest.mark.parametrize("kernels", [pytest.param("mamba_ssm", marks=needs_mamba_ssm), "metaplastic"])
+def test_steps_on_a_gpu_equal_the_torch_form(relative, kernels):
     given = {n: t.float().cuda() for n, t in inputs(3, P=64, N=128, decays=(-3, 0)).items()}
     found = []
-    for backend in ("metaplastic", "torch"):
-        state, ys = given["state"].clone(), []
-        for t in range(3):
-            x, dt, B, C = (given[n][:, t].contiguous() for n in ("x", "dt", "B", "C"))
-            ys.append(mamba2_step(x, dt, given["A"], B, C, state, backend=backend))
-        found.append((torch.stack(ys), state))
-    for a, b in zip(*found, strict=True):
-        assert relative(a, b) < 1e-5  # fp32
-
-
-@pytest.mark.gpu
-@needs_mamba_ssm
-def test_mamba_ssm_steps_equal_the_torch_form(relative):
-    given = {n: t.float().cuda() for n, t in inputs(3, P=64, N=128, decays=(-3, 0)).items()}
-    found = []
-    for backend in ("mamba_ssm", "torch"):
+    for backend in (kernels, "torch"):
         state, ys = given["state"].clone(), []
         for t in range(3):
             x, dt, B, C = (given[n][:, t].contiguous() for n in ("x", "dt", "B", "C"))
