@@ -253,8 +253,8 @@ def kernels(model: nn.Module, device: torch.device) -> dict[str, str]:
         problem = SsdProblem(torch.bfloat16, plain.geometry.state_size)
         names["plain_on"] = MAMBA2_SCAN.resolve("auto", device, problem)
     if not isinstance(model, PalimpsaHybridMixin):
-        fast = device.type == "cuda" and importlib.util.find_spec("mamba_ssm") is not None
-        names["plain_on"] = f"transformers, {'mamba_ssm' if fast else 'torch'}"
+        fast = all(importlib.util.find_spec(name) for name in ("mamba_ssm", "causal_conv1d"))  # one is not enough
+        names["plain_on"] = f"transformers, {'mamba_ssm' if fast and device.type == 'cuda' else 'torch'}"
     return names
 
 
