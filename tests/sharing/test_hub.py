@@ -72,12 +72,12 @@ def test_a_folder_to_push_to_replaces_neither_the_model_nor_the_folder_of_work(
 
 
 def other_process(code, home, server):
-    """Runs code where this package, triton and the like cannot be imported, with an empty cache."""
+    """Runs code where this package, triton, numba and the like cannot be imported, with an empty cache."""
     block = """
     import sys, importlib.abc
     class Absent(importlib.abc.MetaPathFinder):
         def find_spec(self, name, path, target=None):
-            if name.split(".")[0] in ("palimpsa_surgery", "triton", "mamba_ssm", "causal_conv1d"):
+            if name.split(".")[0] in ("palimpsa_surgery", "triton", "mamba_ssm", "causal_conv1d", "numba"):
                 raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     sys.meta_path.insert(0, Absent())
     """
