@@ -114,6 +114,7 @@ def constant(recipe):
     return {**recipe, "schedule": "constant", "warmup": 0, "micro_batch_size": 1, "save_every": 2}
 
 
+@pytest.mark.slow
 def test_two_processes_are_one(model_folder, constant, tmp_path, monkeypatch):
     pytest.importorskip("accelerate")
     monkeypatch.setattr("palimpsa_surgery.modeling.bundle.bundle_remote_code", lambda folder, model_type: ())
