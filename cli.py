@@ -636,14 +636,14 @@ def export(
         ),
     ] = None,
     off: Annotated[
-        bool, typer.Option("--off", help="Leave importance out: swapped layers become plain Mamba2 layers.")
+        bool, typer.Option("--off", help="Leave importance out: swapped layers become plain ones again.")
     ] = False,
     revision: Revision = None,
     force: Force = False,
 ) -> None:
     """Write a model in another layout.
 
-    Swapped layers exist only in the layout palimpsa_mamba2; in mamba_ssm's they need --off.
+    Swapped layers exist only in the layouts that begin with palimpsa_; any other needs --off.
     """
     from .surgery.conversion.export import export as write
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..surgery.checkpoint.licenses import license_names, license_terms
-from ..surgery.conversion.card import MARKER, PAPER, TAGS, front_matter
+from ..surgery.conversion.card import MARKER, TAGS, front_matter
 from .evaluation_card import CardEvaluation
 
 
@@ -24,7 +24,7 @@ def render_adapter_card(
     Args:
         name: Hub id of the adapter.
         base: Hub id of its base.
-        swapped: the base's Palimpsa-M layers.
+        swapped: the base's swapped layers.
         config: content of `adapter_config.json`.
         metadata: of a card that is there already; its license is kept. The base's own card has the base's.
         training: lines on how it was trained.
@@ -34,9 +34,7 @@ def render_adapter_card(
     targets = ", ".join(f"`{target}`" for target in sorted(config.get("target_modules") or []))
     whole = ", ".join(f"`{module}`" for module in config.get("modules_to_save") or [])
     kept = (
-        f" The new parameters ({whole}) of its Palimpsa-M layers ({_numbers(swapped)}) are stored whole."
-        if whole
-        else ""
+        f" The new parameters ({whole}) of its swapped layers ({_numbers(swapped)}) are stored whole." if whole else ""
     )
     parts = [
         front_matter(
@@ -54,8 +52,8 @@ def render_adapter_card(
         "",
         f"# {name}",
         "",
-        f"A low-rank adapter (rank {config.get('r')}, alpha {config.get('lora_alpha')}, on {targets}) for `{base}`, a "
-        f"Mamba2 with Palimpsa-M layers ([paper]({PAPER})).{kept}",
+        f"A low-rank adapter (rank {config.get('r')}, alpha {config.get('lora_alpha')}, on {targets}) for `{base}`, "
+        f"whose card says what kind of model that is.{kept}",
         "",
     ]
     if training:

@@ -87,17 +87,20 @@ def test_commands_that_need_the_hub_are_understood(command):
         assert load_recipe(context.params["recipe"], context.params["overrides"]).data.train == "my-text.jsonl.gz"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 1])
-def test_the_programs_run(reader, number, monkeypatch):
+def test_the_program_with_this_package_runs(reader, monkeypatch):
     monkeypatch.chdir(reader)
-    if number == 1 and not (reader / "converted").is_dir():
+    exec(compile(blocks("python")[0], "README.md", "exec"), {})
+    assert (reader / "converted-in-python" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_the_program_without_this_package_runs(reader, monkeypatch):
+    monkeypatch.chdir(reader)
+    if not (reader / "converted").is_dir():
         CliRunner().invoke(cli.app, ["convert", "embedded:mamba2-docs-1m", "converted", "--layers", "3,", "-q"])
     environment = {**os.environ, "HF_MODULES_CACHE": str(reader / "modules")}
-    program = blocks("python")[number]
-    result = subprocess.run(
-        [sys.executable, "-c", program], cwd=reader, env=environment, capture_output=True, text=True, timeout=280
-    )
+    command = [sys.executable, "-c", blocks("python")[1]]
+    result = subprocess.run(command, cwd=reader, env=environment, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr[-2000:]
     assert "[y/N]" not in result.stdout + result.stderr, "transformers asks a person before it goes on"
 

@@ -33,7 +33,7 @@ class EvalRow(StrictPart):
         better: which direction is an improvement, if either is.
         chance: what guessing would give.
         samples: sequences, questions or timings behind the figure.
-        model: None when the model has nothing to measure here (importance of a plain Mamba2).
+        model: None when the model has nothing to measure here (importance where no layer is swapped).
         against: of the model it is compared with.
         difference: model - against; errors of paired samples.
         detail: left out of the table for people.

@@ -83,7 +83,7 @@ def finetune(
     A lora or qlora run also writes `adapter/`; its `final/` has the adapter merged.
 
     Args:
-        model_folder: a converted model, or a plain Mamba2 in any layout; a folder or a Hub id.
+        model_folder: a converted model, or a source of surgery in any layout; a folder or a Hub id.
         recipe: name of a shipped recipe, file, mapping or `Recipe`.
         out: run folder.
         resume: go on with the run in `out` from its newest complete checkpoint, or from the start where it was stopped

@@ -238,17 +238,17 @@ class Checkpoint:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether some layers hold no Mamba2 mixer."""
+        """Whether some layers hold no mixer that can be swapped."""
         return len(self.sites) < self.num_layers
 
     @property
     def palimpsa_layers(self) -> tuple[int, ...]:
-        """The layers that are swapped already, sorted; empty for a plain Mamba2."""
+        """The layers that are swapped already, sorted."""
         return self.config.palimpsa_layers
 
 
 def open_checkpoint(src: str | Path, *, revision: str | None = None, token: str | None = None) -> Checkpoint:
-    """Opens a checkpoint with Mamba2 mixers, published or already converted, without reading its weights into memory.
+    """Opens a checkpoint with mixers that can be swapped, published or converted; its weights are not read yet.
 
     Args:
         src: a folder, or a Hub id (`owner/name`), fetched through huggingface_hub's cache.

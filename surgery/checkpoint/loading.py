@@ -36,7 +36,7 @@ def load_model(
         token: Hub token; by default the stored one.
 
     Returns:
-        The model in eval mode. Mixers that are not swapped are plain Mamba2.
+        The model in eval mode. Mixers that are not swapped compute what the source's do.
 
     Raises:
         CheckpointError: as `open_checkpoint`, the checkpoint's tensors are not exactly the model's, or transformers

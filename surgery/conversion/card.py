@@ -38,10 +38,10 @@ class CardFacts:
         profile: the source's figures, when it was measured.
         license: as in the source's card, None when it names none.
         base_model: a Hub id, None when the source is not on the Hub and names none.
-        swapped: every Palimpsa-M layer, those of an earlier surgery included.
+        swapped: every swapped layer, those of an earlier surgery included.
         dtype: of the stored weights.
         family: name of the family of the model.
-        mixed: whether some of its layers hold no Mamba2 mixer.
+        mixed: whether some of its layers hold no mixer that can be swapped.
         remarks: what a user should know of how its source was run, sentences without a full stop.
         verification: lines of figures, such as `metaplasticity off: 2.1e-07`.
         terms: `license_name` and `license_link` of the source's card, where its license is `other`.

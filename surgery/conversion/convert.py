@@ -81,7 +81,7 @@ def convert(
     token: str | None = None,
     **plan_options: Any,
 ) -> ConversionReport:
-    """Swaps mixers of a checkpoint, Mamba2 for Palimpsa-M, and writes the result as a model folder.
+    """Swaps mixers of a checkpoint, as its family says for what, and writes the result as a model folder.
 
     Args:
         src: folder, Hub id, or an open checkpoint; an already converted one keeps its swapped layers.

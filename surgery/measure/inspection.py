@@ -30,7 +30,7 @@ class LayerFigures:
 
     Attributes:
         layer: its index.
-        swapped: whether it is Palimpsa-M already.
+        swapped: whether it is swapped already.
         static_rate: nats forgotten a token, mean over heads.
         static_window: tokens remembered, mean over heads.
         parameters: how many numbers its mixer has, and the norm before it.
@@ -60,7 +60,7 @@ class Inspection:
         fingerprint: identity of the weights.
         license: as the source's card names it.
         base_model: as the source's card names it.
-        swapped_layers: layers that are Palimpsa-M already.
+        swapped_layers: layers that are swapped already.
         swapped_geometry: rank, groups, scale form of those layers.
         layers: figures of each layer that has a mixer.
         other_layers: what the layers without one are.

@@ -92,7 +92,7 @@ class Profile(StrictModel):
         tokens: real tokens measured.
         seq_len: length of the windows of text; the figures depend on it.
         seed: chose the windows.
-        layers: those that have a Mamba2 mixer, by their numbers in the model; a hybrid has others, too.
+        layers: those with a mixer that can be swapped, by their numbers in the model; a hybrid has others, too.
     """
 
     method: Literal["measured", "static"]
@@ -121,11 +121,11 @@ class Profile(StrictModel):
 
     @property
     def swapped(self) -> tuple[int, ...]:
-        """Layers that were Palimpsa-M already when the checkpoint was measured."""
+        """Layers that were swapped already when the checkpoint was measured."""
         return tuple(layer.layer for layer in self.layers if layer.swapped)
 
     def of(self, layer: int) -> LayerProfile:
-        """The figures of a layer, by its number in the model: layers without a Mamba2 mixer have none."""
+        """The figures of a layer, by its number in the model: those without a mixer to swap have none."""
         return next(figures for figures in self.layers if figures.layer == layer)
 
     def describe(self) -> str:

@@ -34,7 +34,7 @@ Whole = Annotated[int, Field(strict=True)]
 Index = Annotated[Whole, Field(ge=0)]
 
 HEADER = """\
-# Which layers of {source} become Palimpsa-M, and how they start. Edit it by hand as you like.
+# Which layers of {source} are swapped, and how they start. Edit it by hand as you like.
 #   layers           numbers from 0, without those that are swapped already
 #   rule             how they were chosen ({rules}), or "explicit"
 #   init             what the swapped layers keep of the source at first:

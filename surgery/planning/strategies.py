@@ -81,7 +81,7 @@ def check_rule(rule: str) -> None:
 
 
 def choose_layers(profile: Profile, count: int, rule: str = DEFAULT_RULE, *, seed: int = 0) -> Choice:
-    """Applies a rule to the layers that are still plain Mamba2.
+    """Applies a rule to the layers that are not swapped yet.
 
     Args:
         profile: the measured or static figures.

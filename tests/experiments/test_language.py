@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import multiprocessing
+import os
 import shutil
 
 import language
@@ -150,12 +152,15 @@ def test_arms_of_a_seed_differ_in_learning_rate_alone(inputs, tmp_path):
     assert plan_of(experiment, Arm(CONTROL, 1e-5, 3)) is None
 
 
-@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_arms_run_side_by_side_and_none_is_begun_when_the_time_is_up(inputs, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(language_arms.PRESETS, "tiny", dataclasses.replace(TINY, probed=()))
     asked = [*arguments(inputs, tmp_path), "--arms", CONTROL, MAIN]
     assert language.main([*asked, "--minutes", "0"]) == 1
     assert f"{MAIN}-lr0.001-s0: not begun, the time is up" in capsys.readouterr().err
+    # A process that is spawned imports everything again; what it is given is pickled for a forked one as well.
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method, get=multiprocessing.get_context: get("fork"))
     assert language.main([*asked, "--jobs", "2"]) == 0
     found = read_results(tmp_path / "raw")
     assert set(found) == {SOURCE, f"{CONTROL}-lr0.001-s0", f"{MAIN}-lr0.001-s0"}

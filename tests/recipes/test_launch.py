@@ -2,9 +2,10 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
-from pathlib import Path
+import traceback
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from palimpsa_surgery.recipes.training.metrics import read_metrics
 from palimpsa_surgery.recipes.training.recipe import dump_recipe, load_recipe
 from palimpsa_surgery.surgery.checkpoint.loading import load_model
 from safetensors.torch import load_file
+from sharded import train_sharded
 
 IDS = torch.arange(30).view(1, 30)
 
@@ -112,6 +114,7 @@ def constant(recipe):
     return {**recipe, "schedule": "constant", "warmup": 0, "micro_batch_size": 1, "save_every": 2}
 
 
+@pytest.mark.slow
 def test_two_processes_are_one(model_folder, constant, tmp_path, monkeypatch):
     pytest.importorskip("accelerate")
     monkeypatch.setattr("palimpsa_surgery.modeling.bundle.bundle_remote_code", lambda folder, model_type: ())
@@ -140,18 +143,38 @@ def test_two_processes_are_one(model_folder, constant, tmp_path, monkeypatch):
     assert (logits[0] - logits[1]).norm() <= 1e-4 * logits[0].norm()
 
 
+def in_two_processes(work):
+    """Forks, with what a launcher sets: a process that is started anew imports everything again."""
+    state = pytest.importorskip("accelerate.state")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    children = []
+    for rank in ("0", "1"):
+        children.append(os.fork())
+        if not children[-1]:
+            code = 1
+            try:
+                os.environ |= address | {"RANK": rank, "LOCAL_RANK": rank}
+                state.AcceleratorState._reset_state(reset_partial_state=True)  # that of one process
+                work()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_sharded_model_trains_resumes_and_is_saved_as_one(model_folder, constant, tmp_path, monkeypatch):
     monkeypatch.setattr("palimpsa_surgery.modeling.bundle.bundle_remote_code", lambda folder, model_type: ())
     constant = {**constant, "steps": 3, "save_every": 1, "eval_every": 1, "keep": 3}
     one = finetune(model_folder, constant, tmp_path / "one")
     file, out = tmp_path / "recipe.yaml", tmp_path / "two"
     file.write_text(dump_recipe(load_recipe(constant)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [str(Path(__file__).parents[1] / "support" / "sharded.py"), str(model_folder), str(file), str(out)]
-
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr[-3000:]
+    in_two_processes(lambda: train_sharded(model_folder, file, out))
     found = load_file(out / "final" / "model.safetensors")
     for name, tensor in load_file(one.final / "model.safetensors").items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5, msg=name)  # fp32, in another order

@@ -340,7 +340,7 @@ def test_an_adapter_names_a_base_that_others_have(adapter, staging):
     card = ModelCard.load(staging / "README.md")
     assert (card.data.base_model, card.data.library_name, card.data.license) == ("alice/base", "peft", None)
     assert "rank 2, alpha 4, on `in_proj`, `out_proj`" in card.text
-    assert "(`metaplasticity`) of its Palimpsa-M layers (1, 3)" in card.text
+    assert "(`metaplasticity`) of its swapped layers (1, 3)" in card.text
     assert "mode `lora`" in card.text
 
 

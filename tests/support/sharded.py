@@ -1,9 +1,8 @@
 """Run by two processes through gloo: a model sharded by FSDP2 trains, saves, restores and gives its tensors back.
 
-Arguments: model folder, recipe file, run folder. Everything but the sharding itself is the package's own code.
+Everything but the sharding itself is the package's own code.
 """
 
-import sys
 from pathlib import Path
 
 import torch
@@ -25,10 +24,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 
-def main() -> None:
-    folder, recipe_file, out = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+def train_sharded(folder: Path, recipe_file: Path, out: Path) -> None:
+    """Of a process whose environment is as a launcher makes it."""
     recipe = load_recipe(recipe_file)
     accelerator = make_accelerator(recipe, out)
+    assert accelerator.num_processes == 2
     out.mkdir(exist_ok=True)
     checkpoint = open_checkpoint(folder)
     loss = CausalLoss(prepare_mode(load_model(checkpoint), checkpoint, recipe))
@@ -53,7 +53,3 @@ def main() -> None:
     if accelerator.is_main_process:
         save_model(trained, checkpoint, out / "final", recipe)
     accelerator.wait_for_everyone()
-
-
-if __name__ == "__main__":
-    main()

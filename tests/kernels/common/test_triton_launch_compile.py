@@ -18,12 +18,12 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 INT, FLOAT = "i32", "*fp32"
 CONV = (
     conv_backward_kernel,
-    {"W": 4, "BT": 32, "BC": 64, "SILU": True, "HAS_BIAS": False},
+    {"W": 4, "BT": 8, "BC": 32, "SILU": True, "HAS_BIAS": False},
     {"d_weight": FLOAT, **dict.fromkeys(("T", "C", "sxb", "sxt"), INT)},
 )
 SHARED = (
     shared_backward_kernel,
-    {"H": 4, "G": 1, "N": 64, "P": 64, "S": 64, "BN": 64, "BV": 64, "DOT": tl.bfloat16, "PREC": "ieee"},
+    {"H": 4, "G": 1, "N": 64, "P": 64, "S": 16, "BN": 16, "BV": 16, "DOT": tl.bfloat16, "PREC": "ieee"},
     {**dict.fromkeys(("log_decay", "prior", "J0", "dJ", "dla", "s_out"), FLOAT), "n_blocks": INT}
     | dict.fromkeys(("table", "documents"), "*i32"),
 )

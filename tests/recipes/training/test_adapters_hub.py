@@ -60,7 +60,7 @@ def test_an_adapter_and_its_base_from_the_hub_are_the_trained_model(server, mode
     import sys, importlib.abc
     class Absent(importlib.abc.MetaPathFinder):
         def find_spec(self, name, path, target=None):
-            if name.split(".")[0] in ("palimpsa_surgery", "triton"):
+            if name.split(".")[0] in ("palimpsa_surgery", "triton", "numba"):
                 raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     sys.meta_path.insert(0, Absent())
     import torch

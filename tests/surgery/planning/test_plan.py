@@ -176,7 +176,7 @@ def test_a_written_plan_reads_back_the_same_and_explains_itself(tmp_path):
     write_plan(plan, tmp_path / "plan.yaml")
     text = (tmp_path / "plan.yaml").read_text()
     assert read_plan(tmp_path / "plan.yaml") == plan
-    assert text.startswith("# Which layers of tiny become Palimpsa-M")
+    assert text.startswith("# Which layers of tiny are swapped")
     assert "layers: [0, 1, 3]" in text
     assert all(f"{key}" in text.split("schema_version")[0] for key in ("layers", "rule", "init", "strength", "seed"))
 
