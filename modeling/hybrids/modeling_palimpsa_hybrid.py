@@ -10,8 +10,11 @@ the head, `PalimpsaBambaModel`.
 
 from __future__ import annotations
 
+import inspect
 from functools import cache
+from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
@@ -26,9 +29,10 @@ from transformers.models.auto.modeling_auto import (
 from ...mixers.geometry import GATE, GATE_FP32, MIXER_FP32
 from ...mixers.metaplasticity import Metaplasticity
 from ...mixers.start import start_gate
+from ...mixers.states import CACHE_NAMES
 from ..strict_loading import StrictLoadingMixin
 from .configuration_palimpsa_hybrid import config_class, host_config_class, known_hosts
-from .hosts import mixer_paths
+from .hosts import HOSTS, host_type, mixer_paths
 from .swapping import plain_mixer, swapped_mixer
 
 _FP32 = (*MIXER_FP32, *(f"{GATE}.{name}" for name in GATE_FP32))
@@ -52,6 +56,8 @@ class PalimpsaHybridMixin(StrictLoadingMixin):
                 self._keep_in_fp32_modules_strict.update(f"{place}.{name}" for name in _FP32)
             else:
                 self.set_submodule(place, plain_mixer(mixer, config))
+        if HOSTS[host_type(config)].counts_each_piece_anew:
+            self.base_model.register_forward_pre_hook(_positions_after_cache, with_kwargs=True)
         if next(self.parameters()).device.type != "meta":
             for module in self.modules():
                 if isinstance(module, Metaplasticity):
@@ -71,6 +77,19 @@ class PalimpsaHybridMixin(StrictLoadingMixin):
         fills the multipliers of the mixers; nor would it rename the tensors of files that older code wrote.
         """
         return False
+
+
+def _positions_after_cache(
+    model: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]] | None:
+    """The arguments of a forward with the positions that follow on what the cache has read, where none are given."""
+    given = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+    cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
+    if cache is None or given.get("position_ids") is not None:
+        return None
+    text = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]
+    positions = torch.arange(text.shape[1], device=text.device) + cache.get_seq_length()
+    return (), {**given, "position_ids": positions.unsqueeze(0)}
 
 
 @cache
