@@ -123,6 +123,25 @@ def test_configs_that_are_none_are_refused(changes, message):
         HYBRIDS["bamba"].config("config.json", keys)
 
 
+ALL_MIXERS = {
+    "bamba": {"attn_layer_indices": []},
+    "granitemoehybrid": {"layer_types": ["mamba"] * 3},
+    "zamba2": {"layers_block_type": ["mamba"] * 4},
+    "nemotron_h": {"layers_block_type": ["mamba", "mlp", "mamba"]},
+    "qwen3_5_text": {"layer_types": ["linear_attention"] * 4},
+    "qwen3_next": {"layer_types": ["linear_attention"] * 4},
+}
+"""Not falcon_h1, whose layers have both, nor olmo_hybrid, whose config refuses it."""
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ALL_MIXERS if kind in known_hosts()])
+def test_a_model_without_attention_is_refused_as_its_class_takes_no_cache(kind):
+    with pytest.raises(ValueError, match="get_seq_length"):
+        make_host(kind, **ALL_MIXERS[kind])(token_ids(), use_cache=True)
+    with pytest.raises(CheckpointError, match=f"a {kind} model without a layer of attention, .* run with a cache"):
+        opened(kind, **ALL_MIXERS[kind])
+
+
 def test_config_files_are_strict_json_and_say_the_same(tmp_path):
     from palimpsa_surgery.base.files import load_json
     from palimpsa_surgery.surgery.checkpoint.sources import read_foreign_json
