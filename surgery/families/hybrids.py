@@ -118,8 +118,8 @@ class Hybrid:
             )
         if not _ATTENTION & set(config.layer_types):
             raise CheckpointError(
-                f"{where}: a {self.name} model without a layer of attention, which transformers cannot run with a cache, "
-                "and so not generate with; choose a model that has some"
+                f"{where}: a {self.name} model without a layer of attention, which transformers cannot run with a "
+                "cache, and so not generate with; choose a model that has some"
             )
         for layer in swapped:
             if layer not in paths:
