@@ -170,3 +170,21 @@ def test_packed_documents_and_a_cache_are_refused(layers):
     model = make_hybrid("nemotron_h", layers=layers, layers_block_type=["mamba", "attention", "mamba"])
     with pytest.raises(ValueError, match="packed documents were given together with a cache"):
         model(token_ids()[:1, :4], seq_idx=torch.tensor([[0, 0, 1, 1]]), use_cache=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", ["granitemoehybrid/experts", "qwen3_next"])
+def test_the_balance_of_experts_works_and_fails_where_it_does_in_the_host(variant, host, hybrid):
+    """With a cache and a mask the loss of the host takes the mask of the whole text for one of the new piece."""
+    mask, first = torch.ones_like(MASK), token_ids()[:, :20]
+    for model in (host(variant), hybrid(variant)):
+        options = {"attention_mask": mask, "output_router_logits": True}
+        balance = model(token_ids(), use_cache=False, **options).aux_loss
+        if balance is None:
+            pytest.skip("the host has no such loss in this release")
+        assert torch.isfinite(balance)
+        name = next(name for name in CACHE_NAMES if name in inspect.signature(model.forward).parameters)
+        cache = DynamicCache(config=model.config)
+        model(first, use_cache=True, **{name: cache})
+        with pytest.raises(RuntimeError, match="must match the size of tensor"):
+            model(token_ids()[:, 20:], use_cache=True, **options, **{name: cache})
