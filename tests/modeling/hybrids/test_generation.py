@@ -180,7 +180,7 @@ def test_the_balance_of_experts_works_and_fails_where_it_does_in_the_host(varian
     for model in (host(variant), hybrid(variant)):
         options = {"attention_mask": mask, "output_router_logits": True}
         balance = model(token_ids(), use_cache=False, **options).aux_loss
-        if balance is None:
+        if not torch.is_tensor(balance):
             pytest.skip("the host has no such loss in this release")
         assert torch.isfinite(balance)
         name = next(name for name in CACHE_NAMES if name in inspect.signature(model.forward).parameters)
