@@ -34,6 +34,8 @@ class Host:
         output_multiplier: buffer of the host's mixer that scales the output of `in_proj`, element by element.
         logits_multiplier: key of the config by which logits are multiplied.
         logits_divisor: key of the config by which logits are divided.
+        counts_each_piece_anew: whether its class, where no positions are given, numbers a piece of text after a cache
+            from 0 again.
         keeps_documents_apart: whether positions that start again at 0 tell its attention where a document begins.
         delta: its mixers are layers of a Gated DeltaNet: what is swapped is their rule (see `mixer_delta`).
         norm_offset: what the norm before the mixer adds to its weight.
@@ -48,13 +50,14 @@ class Host:
     output_multiplier: str | None = None
     logits_multiplier: str | None = None
     logits_divisor: str | None = None
+    counts_each_piece_anew: bool = False
     keeps_documents_apart: bool = True
     delta: bool = False
     norm_offset: float = 0.0
 
 
 HOSTS: dict[str, Host] = {
-    "bamba": Host({"linear_attention": "mamba"}),
+    "bamba": Host({"linear_attention": "mamba"}, counts_each_piece_anew=True),
     "granitemoehybrid": Host(
         {"linear_attention": "mamba"}, logits_divisor="logits_scaling", keeps_documents_apart=False
     ),

@@ -10,12 +10,17 @@ the head, `PalimpsaBambaModel`.
 
 from __future__ import annotations
 
-from functools import cache
+import inspect
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -23,12 +28,15 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
+from ...kernels.common.kept import KeptOutputs
 from ...mixers.geometry import GATE, GATE_FP32, MIXER_FP32
 from ...mixers.metaplasticity import Metaplasticity
 from ...mixers.start import start_gate
+from ...mixers.states import CACHE_NAMES
 from ..strict_loading import StrictLoadingMixin
 from .configuration_palimpsa_hybrid import config_class, host_config_class, known_hosts
-from .hosts import mixer_paths
+from .hosts import HOSTS, host_type, mixer_paths
+from .mixer_hybrid import HybridMixer
 from .swapping import plain_mixer, swapped_mixer
 
 _FP32 = (*MIXER_FP32, *(f"{GATE}.{name}" for name in GATE_FP32))
@@ -52,6 +60,8 @@ class PalimpsaHybridMixin(StrictLoadingMixin):
                 self._keep_in_fp32_modules_strict.update(f"{place}.{name}" for name in _FP32)
             else:
                 self.set_submodule(place, plain_mixer(mixer, config))
+        if HOSTS[host_type(config)].counts_each_piece_anew:
+            self.base_model.register_forward_pre_hook(_positions_after_cache, with_kwargs=True)
         if next(self.parameters()).device.type != "meta":
             for module in self.modules():
                 if isinstance(module, Metaplasticity):
@@ -63,6 +73,14 @@ class PalimpsaHybridMixin(StrictLoadingMixin):
         else:
             super()._init_weights(module)
 
+    def _set_gradient_checkpointing(self, *args, **kwargs) -> None:
+        super()._set_gradient_checkpointing(*args, **kwargs)
+        for module in self.modules():
+            # The hosts' layers call this with what they are to run twice.
+            run_twice = vars(module).get("_gradient_checkpointing_func")
+            if isinstance(module, GradientCheckpointingLayer) and run_twice and _has_swapped_mamba2(module):
+                module._gradient_checkpointing_func = partial(_keep_scans, run_twice)
+
     @classmethod
     def is_custom_code(cls) -> bool:
         """False, so that transformers treats the model as it treats the host.
@@ -71,6 +89,36 @@ class PalimpsaHybridMixin(StrictLoadingMixin):
         fills the multipliers of the mixers; nor would it rename the tensors of files that older code wrote.
         """
         return False
+
+
+def _has_swapped_mamba2(module: nn.Module) -> bool:
+    return any(isinstance(part, HybridMixer) for part in module.modules())
+
+
+def _keep_scans(run_twice: Callable[..., Any], layer: Callable[..., Any], *args: Tensor) -> Any:
+    """`run_twice(layer, *args)` where the second run finds what the scans of the first gave."""
+    if torch.compiler.is_compiling():
+        return run_twice(layer, *args)
+    kept = KeptOutputs()
+
+    def keeping(*given: Tensor) -> Any:
+        with kept.use():
+            return layer(*given)
+
+    return run_twice(keeping, *args)
+
+
+def _positions_after_cache(
+    model: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]] | None:
+    """The arguments of a forward with the positions that follow on what the cache has read, where none are given."""
+    given = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+    cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
+    if cache is None or given.get("position_ids") is not None:
+        return None
+    text = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]
+    positions = torch.arange(text.shape[1], device=text.device) + cache.get_seq_length()
+    return (), {**given, "position_ids": positions.unsqueeze(0)}
 
 
 @cache

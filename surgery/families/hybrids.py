@@ -30,6 +30,7 @@ PREFIX = "palimpsa_"
 """Before a host's `model_type`, that of its models with swapped layers."""
 
 _KINDS = {"full_attention": "attention", "moe": "mixture of experts", "mlp": "MLP"}
+_ATTENTION = {"full_attention", "hybrid"}
 DELTAS = ("qwen3_5_text", "qwen3_next", "olmo_hybrid")
 """Hosts whose mixers are layers of a Gated DeltaNet."""
 _DELTA_WORDS = (
@@ -114,6 +115,11 @@ class Hybrid:
             raise CheckpointError(
                 f"{where}: a {self.name} model of {len(config.layer_types)} layers, none of which has a {self.plain} "
                 "mixer; choose a model that has some"
+            )
+        if not _ATTENTION & set(config.layer_types):
+            raise CheckpointError(
+                f"{where}: a {self.name} model without a layer of attention, which transformers cannot run with a "
+                "cache, and so not generate with; choose a model that has some"
             )
         for layer in swapped:
             if layer not in paths:

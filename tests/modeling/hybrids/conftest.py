@@ -1,8 +1,10 @@
 """One host and one hybrid a variant, made once; whoever changes one takes a copy."""
 
+import json
 from functools import cache
 
 import pytest
+from palimpsa_surgery.modeling.bundle import bundle_remote_code, remote_code_keys
 from palimpsa_surgery.modeling.hybrids.configuration_palimpsa_hybrid import known_hosts
 from tiny_hybrids import DELTAS, VARIANTS, make_host, make_hybrid, with_true_bounds
 
@@ -54,3 +56,16 @@ def host():
 def hybrid():
     """variant -> the same with layers swapped and importance that matters."""
     return _hybrid
+
+
+@pytest.fixture
+def save_with_code():
+    """(model, folder) -> nothing; writes the model's folder with the code that runs it without the package."""
+
+    def save(model, folder):
+        model.save_pretrained(folder)
+        bundle_remote_code(folder, model.config.model_type)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **remote_code_keys(model.config.model_type)}))
+
+    return save

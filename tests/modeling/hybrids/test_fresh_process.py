@@ -1,11 +1,8 @@
 """Folders of hybrids bring their code: one process without this package loads every kind."""
 
-import json
-
 import pytest
 import torch
 from absent import ABSENT, run
-from palimpsa_surgery.modeling.bundle import bundle_remote_code, remote_code_keys
 from palimpsa_surgery.modeling.hybrids.configuration_palimpsa_hybrid import known_hosts
 from tiny_hybrids import token_ids
 
@@ -39,13 +36,10 @@ CODE = """
 
 
 @pytest.mark.slow
-def test_every_kind_loads_generates_and_saves_where_the_package_is_absent(tmp_path, hybrid):
+def test_every_kind_loads_generates_and_saves_where_the_package_is_absent(tmp_path, hybrid, save_with_code):
     torch.save(token_ids(), tmp_path / "ids.pt")
     for kind in known_hosts():
-        hybrid(kind).save_pretrained(tmp_path / kind)
-        bundle_remote_code(tmp_path / kind, f"palimpsa_{kind}")
-        config = json.loads((tmp_path / kind / "config.json").read_text())
-        (tmp_path / kind / "config.json").write_text(json.dumps({**config, **remote_code_keys(config["model_type"])}))
+        save_with_code(hybrid(kind), tmp_path / kind)
     done = run(CODE, tmp_path, *known_hosts(), home=tmp_path, absent=(*ABSENT, "numba"))
     assert done.returncode == 0, done.stderr
     for kind in known_hosts():

@@ -8,6 +8,7 @@ import transformers
 from packaging.version import Version
 from palimpsa_surgery.mixers.metaplasticity import metaplasticity_off
 from palimpsa_surgery.mixers.states import CACHE_NAMES
+from palimpsa_surgery.modeling.hybrids.modeling_palimpsa_hybrid import model_class
 from tiny_hybrids import make_hybrid, token_ids
 from transformers import DynamicCache
 
@@ -94,15 +95,38 @@ def test_decoding_token_by_token_is_one_pass(variant, hybrid):
 
 
 @torch.no_grad()
-def test_pieces_through_a_cache_are_one_pass(kind, hybrid):
-    model, pieces = hybrid(kind), token_ids().split([9, 1, 4, 1, 6], 1)
-    cache, logits, at = DynamicCache(config=model.config), [], 0
+@pytest.mark.parametrize("positions", [True, False], ids=["positions given", "positions not given"])
+def test_pieces_through_a_cache_are_one_pass(kind, positions, hybrid):
+    """Bamba's own class counts from 0 in every piece where no positions are given."""
+    model, cache, logits, at = hybrid(kind), DynamicCache(config=hybrid(kind).config), [], 0
     name = next(name for name in CACHE_NAMES if name in inspect.signature(model.forward).parameters)
-    for piece in pieces:  # bamba counts positions from 0 in every piece unless they are given
-        positions = torch.arange(at, at + piece.shape[1])[None]
-        logits.append(model(piece, use_cache=True, position_ids=positions, **{name: cache}).logits)
+    for piece in token_ids().split([9, 1, 4, 1, 6], 1):
+        given = {"position_ids": torch.arange(at, at + piece.shape[1])[None]} if positions else {}
+        logits.append(model(piece, use_cache=True, **given, **{name: cache}).logits)
         at += piece.shape[1]
     assert distance(torch.cat(logits, 1), model(token_ids()).logits) < FP32
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("headless", [True, False])
+def test_positions_follow_on_a_cache_however_the_text_is_given(headless, hybrid):
+    model = hybrid("bamba")
+    if headless:
+        model, whole = model_class("bamba", headless=True)(model.config).eval(), model.base_model
+        model.load_state_dict(whole.state_dict())
+    first, second = token_ids().split([15, 6], 1)
+    name = next(name for name in CACHE_NAMES if name in inspect.signature(model.forward).parameters)
+    found = []
+    for arguments, options in (
+        ((second,), {}),
+        ((second, None, None), {}),
+        ((), {"inputs_embeds": model.get_input_embeddings()(second)}),
+    ):
+        cache = DynamicCache(config=model.config)
+        model(first, use_cache=True, **{name: cache})
+        found.append(model(*arguments, use_cache=True, **options, **{name: cache})[0])
+    expected = model(token_ids())[0][:, 15:]
+    assert max(distance(one, expected) for one in found) < FP32
 
 
 def test_beams_are_those_of_the_host(kind, host, hybrid):
@@ -146,3 +170,21 @@ def test_packed_documents_and_a_cache_are_refused(layers):
     model = make_hybrid("nemotron_h", layers=layers, layers_block_type=["mamba", "attention", "mamba"])
     with pytest.raises(ValueError, match="packed documents were given together with a cache"):
         model(token_ids()[:1, :4], seq_idx=torch.tensor([[0, 0, 1, 1]]), use_cache=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", ["granitemoehybrid/experts", "qwen3_next"])
+def test_the_balance_of_experts_works_and_fails_where_it_does_in_the_host(variant, host, hybrid):
+    """With a cache and a mask the loss of the host takes the mask of the whole text for one of the new piece."""
+    mask, first = torch.ones_like(MASK), token_ids()[:, :20]
+    for model in (host(variant), hybrid(variant)):
+        options = {"attention_mask": mask, "output_router_logits": True}
+        balance = model(token_ids(), use_cache=False, **options).aux_loss
+        if not torch.is_tensor(balance):
+            pytest.skip("the host has no such loss in this release")
+        assert torch.isfinite(balance)
+        name = next(name for name in CACHE_NAMES if name in inspect.signature(model.forward).parameters)
+        cache = DynamicCache(config=model.config)
+        model(first, use_cache=True, **{name: cache})
+        with pytest.raises(RuntimeError, match="must match the size of tensor"):
+            model(token_ids()[:, 20:], use_cache=True, **options, **{name: cache})

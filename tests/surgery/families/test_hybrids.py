@@ -1,5 +1,6 @@
 """What the stages know of hybrids: the hosts, their mixers, and the tensors of the class that runs them."""
 
+import json
 import math
 
 import pytest
@@ -10,9 +11,13 @@ from palimpsa_surgery.modeling.hybrids.configuration_palimpsa_hybrid import know
 from palimpsa_surgery.modeling.hybrids.hosts import HOSTS
 from palimpsa_surgery.modeling.hybrids.modeling_palimpsa_hybrid import model_class
 from palimpsa_surgery.modeling.hybrids.swapping import bound_step_sizes
+from palimpsa_surgery.surgery.checkpoint.checkpoint import open_checkpoint
 from palimpsa_surgery.surgery.families.hybrids import DELTAS, HYBRIDS, PREFIX
 from palimpsa_surgery.surgery.families.registry import FAMILIES, mixers
+from safetensors.torch import save_file
 from tiny_hybrids import SWAPPED, VARIANTS, make_host, token_ids
+from transformers import BitsAndBytesConfig, FineGrainedFP8Config
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 KNOWN = [variant for variant in VARIANTS if variant.partition("/")[0] in known_hosts()]
 
@@ -121,6 +126,55 @@ def test_configs_that_are_none_are_refused(changes, message):
     keys = make_host("bamba").config.to_diff_dict() | changes
     with pytest.raises(CheckpointError, match=message):
         HYBRIDS["bamba"].config("config.json", keys)
+
+
+ALL_MIXERS = {
+    "bamba": {"attn_layer_indices": []},
+    "granitemoehybrid": {"layer_types": ["mamba"] * 3},
+    "zamba2": {"layers_block_type": ["mamba"] * 4},
+    "nemotron_h": {"layers_block_type": ["mamba", "mlp", "mamba"]},
+    "qwen3_5_text": {"layer_types": ["linear_attention"] * 4},
+    "qwen3_next": {"layer_types": ["linear_attention"] * 4},
+}
+"""Not falcon_h1, whose layers have both, nor olmo_hybrid, whose config refuses it."""
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ALL_MIXERS if kind in known_hosts()])
+def test_a_model_without_attention_is_refused_as_its_class_takes_no_cache(kind):
+    with pytest.raises(ValueError, match="get_seq_length"):
+        make_host(kind, **ALL_MIXERS[kind])(token_ids(), use_cache=True)
+    with pytest.raises(CheckpointError, match=f"a {kind} model without a layer of attention, .* run with a cache"):
+        opened(kind, **ALL_MIXERS[kind])
+
+
+def opened_folder(folder, content):
+    (folder / "config.json").write_text(json.dumps(content, default=str))
+    save_file({f"layers.{layer}": torch.zeros(1) for layer in range(99)}, folder / "model.safetensors")
+    return open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        *((kind, "whose mixers are Mamba1, expected Mamba2") for kind in ("mamba", "falcon_mamba", "jamba", "zamba")),
+        ("nemotron_h_omni", r"more than text around nemotron_h; save its language model alone \(as nemotron_h, with"),
+        ("qwen3_5", r"more than text around qwen3_5_text; save its language model alone \(as qwen3_5_text, with"),
+        *((kind, "expected mamba2 .* or one of bamba") for kind in ("qwen3_5_moe", "kimi_linear", "granite4_vision")),
+    ],
+)
+def test_configs_of_other_kinds_as_their_classes_write_them_are_refused(kind, message, tmp_path):
+    if kind not in CONFIG_MAPPING:
+        pytest.skip("not in this release")
+    with pytest.raises(CheckpointError, match=f"config.json:model_type: is '{kind}', .*{message}"):
+        opened_folder(tmp_path, CONFIG_MAPPING[kind]().to_dict())
+
+
+@pytest.mark.parametrize("kind", known_hosts())
+@pytest.mark.parametrize("quantization", [FineGrainedFP8Config(), BitsAndBytesConfig(load_in_4bit=True)])
+def test_quantized_weights_as_their_classes_write_them_are_refused(kind, quantization, tmp_path):
+    config = CONFIG_MAPPING[kind](**VARIANTS[kind], quantization_config=quantization.to_dict())
+    with pytest.raises(CheckpointError, match=r"config\.json:quantization_config: the weights are quantized"):
+        opened_folder(tmp_path, config.to_dict())
 
 
 def test_config_files_are_strict_json_and_say_the_same(tmp_path):
